@@ -1,0 +1,1 @@
+"""Adapter for a plain loop: the user hands over the objects."""

@@ -1,0 +1,1 @@
+"""Probes: tensors in, a few scalars out, without waiting for the device."""

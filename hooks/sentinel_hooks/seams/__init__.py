@@ -1,0 +1,1 @@
+"""The four seams every trainer passes through: loss tap, clip tap, step gate, safe point."""

@@ -1,0 +1,1 @@
+"""Snapshots: restorable in-run state, candidates until quiet steps confirm them."""

@@ -1,0 +1,1 @@
+"""The functional core: pure decisions over plain values; numpy and the standard library only."""

@@ -1,0 +1,1 @@
+"""The service beside the trainer: HTTP, metrics, the decision on request; no torch."""
