@@ -1,0 +1,347 @@
+"""Loss-spike detector: is this step's loss far above where the last 64 steps lead?
+
+    observe(state, loss, grad_norm, config) -> (next state, SpikeReading)
+
+Losses are compared in y = ln(loss), so that a threshold means the same at 11 nats and at 2; below
+`loss_floor`, where relative moves are noise, y goes on linearly. The baseline is a robust line
+through the last `window` accepted values: the medians of its two halves, extrapolated downwards
+only (a fall may go on, a rise is never excused). The spread is the larger of the MAD and the
+upper 90 % quantile of the residuals, which protects runs whose noise has a heavy upper tail.
+
+A step is hot (a spike step, level 1) if r > r_hot and z > z_hot, where r is the excess over the
+line and z the same in spreads; or already at r_with_grad and z_with_grad when its gradient norm
+is an outlier too. Once hot, `z_stay` and `r_stay` keep it hot until `rearm` clean steps have
+passed: a lasting shift must not flicker. Hot steps stay out of the baseline, for otherwise it
+would absorb the spike it is meant to catch; but only for `accept_after` of them, then the new
+level is accepted and the detector warms up anew.
+
+Levels:  0 calm, 1 hot, 2 persistent (3 hot of 6, or 2 in a row with summed r >= 0.5),
+         3 loss or gradient norm not finite.
+Units:   loss, baseline [nats/token]; excess r [ln nats]; score z [robust std]; window, warmup,
+         rearm, accept_after [steps with a loss].
+Purity:  no clock, no I/O, no randomness. State is an immutable value, saved in each snapshot and
+         restored on rollback together with the weights.
+Errors:  SpikeConfig raises ConfigError. observe() never raises: a nan loss is a reading.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from sentinel.core import bounds
+from sentinel.core.errors import ConfigError
+from sentinel.core.types import Status
+from sentinel.core.windows import MAD_TO_STD, Q90_TO_STD, mad, median, quantile
+
+_INF = math.inf
+_NAN = math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpikeConfig:
+    """Settings of the loss-spike detector; units in the module docstring.
+
+    Attributes:
+        window: accepted losses, and norms, that make the baseline.
+        warmup: accepted losses after which it may speak.
+        z_hot, r_hot: both exceeded: hot.
+        z_stay, r_stay: both exceeded while hot: still hot.
+        z_grad, grad_factor: both exceeded by ln(norm), norm: the norm is an outlier.
+        z_with_grad, r_with_grad: both exceeded while the norm is an outlier: hot.
+        rearm: clean steps after which z_hot is needed again.
+        sigma_floor, grad_sigma_floor: least spread of y and of ln(norm).
+        accept_after: hot steps after which the new level is the baseline.
+        loss_floor: below it y is linear in the loss.
+        persist_hot, persist_window: so many hot steps of so many: level 2.
+        persist_run, persist_excess: so many in a row with so much summed r: level 2.
+    """
+
+    window: int = 64
+    warmup: int = 48
+    z_hot: float = 8.0
+    r_hot: float = 0.08
+    z_stay: float = 3.0
+    r_stay: float = 0.04
+    z_grad: float = 6.0
+    grad_factor: float = 4.0
+    z_with_grad: float = 4.0
+    r_with_grad: float = 0.02
+    rearm: int = 5
+    sigma_floor: float = 0.004
+    grad_sigma_floor: float = 0.10
+    accept_after: int = 128
+    loss_floor: float = 0.05
+    persist_hot: int = 3
+    persist_window: int = 6
+    persist_run: int = 2
+    persist_excess: float = 0.5
+
+    def __post_init__(self) -> None:
+        bounds.check("spike", window=(self.window, 4, 4096))
+        if not 4 <= self.warmup <= self.window:
+            raise ConfigError(
+                f"spike.warmup must lie between 4 and spike.window ({self.window} steps), "
+                f"got {self.warmup}"
+            )
+        bounds.check(
+            "spike",
+            z_hot=(self.z_hot, 0.0, 1e6),
+            r_hot=(self.r_hot, 0.0, 100.0),
+            z_stay=(self.z_stay, 0.0, self.z_hot),
+            r_stay=(self.r_stay, 0.0, self.r_hot),
+            z_grad=(self.z_grad, 0.0, 1e6),
+            grad_factor=(self.grad_factor, 1.0, 1e6),
+            z_with_grad=(self.z_with_grad, 0.0, self.z_hot),
+            r_with_grad=(self.r_with_grad, 0.0, self.r_hot),
+            rearm=(self.rearm, 1, 10_000),
+            sigma_floor=(self.sigma_floor, 1e-9, 10.0),
+            grad_sigma_floor=(self.grad_sigma_floor, 1e-9, 10.0),
+            accept_after=(self.accept_after, 1, 1_000_000),
+            loss_floor=(self.loss_floor, 1e-9, 1e6),
+            persist_window=(self.persist_window, 1, 62),
+            persist_hot=(self.persist_hot, 1, self.persist_window),
+            persist_run=(self.persist_run, 1, 10_000),
+            persist_excess=(self.persist_excess, 0.0, 1e6),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SpikeState:
+    """What the detector remembers.
+
+    Attributes:
+        losses: the last accepted y, oldest first; at most `window`.
+        norms: the last accepted ln(norm), outliers capped, oldest first; at most `window`.
+        recent: the last `persist_window` steps as bits, newest lowest: 1 = hot.
+        hot: the thresholds for staying hot are in force.
+        clean: clean steps since the last hot one.
+        age: hot steps since it became hot.
+        run: hot steps in a row; `excess` is their summed r.
+    """
+
+    losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+    recent: int = 0
+    hot: bool = False
+    clean: int = 0
+    age: int = 0
+    run: int = 0
+    excess: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpikeReading:
+    """One step as the detector sees it.
+
+    Attributes:
+        score: z; nan when not judged.
+        excess: r [ln nats]; 0 when not judged.
+        level: 0 to 3, see the module docstring.
+        hot: a spike step. A gradient that is not finite does not make a step hot.
+        baseline: predicted loss [nats]; None when not judged.
+        sigma: the spread of y; nan when not judged.
+        grad_score: ln(norm) above its median, in its own spreads; nan when not judged.
+        accepted_level: this was the last hot step that stays out: the new level is accepted.
+    """
+
+    status: Status
+    score: float = _NAN
+    excess: float = 0.0
+    level: int = 0
+    hot: bool = False
+    baseline: float | None = None
+    sigma: float = _NAN
+    grad_score: float = _NAN
+    accepted_level: bool = False
+
+
+_ABSENT = SpikeReading(Status.ABSENT)
+
+
+def observe(
+    state: SpikeState, loss: float | None, grad_norm: float | None, config: SpikeConfig
+) -> tuple[SpikeState, SpikeReading]:
+    """Judge this step against the steps before it, then remember it.
+
+    Args:
+        state: `SpikeState()` at the start of a run, else what the last call returned.
+        loss: mean training loss of one optimizer step, reduced across ranks; None: not measured.
+        grad_norm: global norm before clipping; None: not measured.
+        config: the detector's settings.
+
+    Returns:
+        The next state and this step's reading. Without a loss the state stays as it was.
+    """
+    if loss is None:
+        return state, _ABSENT
+    if not -_INF < loss < _INF:
+        return _nonfinite_loss(state, config)
+
+    y = _to_log(loss, config.loss_floor)
+    grad_finite = True
+    log_norm = None
+    if grad_norm is not None:
+        if 0.0 < grad_norm < _INF:
+            log_norm = math.log(grad_norm)
+        elif grad_norm != 0.0:  # a norm of exactly 0 (nothing had a gradient) says nothing
+            grad_finite = False
+
+    seen = state.losses
+    if len(seen) < config.warmup:
+        return _warm_up(state, y, log_norm, grad_finite, config)
+
+    predicted, sigma = _baseline(seen, config.sigma_floor)
+    r = y - predicted
+    z = r / sigma
+
+    norms = state.norms
+    grad_score = _NAN
+    outlier = False
+    if log_norm is not None and len(norms) >= config.warmup:
+        ordered = sorted(norms)
+        centre = median(ordered)
+        spread = max(MAD_TO_STD * mad(ordered, centre), config.grad_sigma_floor)
+        grad_score = (log_norm - centre) / spread
+        if grad_score > config.z_grad:
+            assert grad_norm is not None
+            outlier = grad_norm > config.grad_factor * math.exp(centre)
+            if outlier:
+                log_norm = centre + config.z_grad * spread
+
+    hot = (
+        (z > config.z_hot and r > config.r_hot)
+        or (state.hot and z > config.z_stay and r > config.r_stay)
+        or (outlier and z > config.z_with_grad and r > config.r_with_grad)
+    )
+    if hot:
+        return _hot(state, predicted, r, z, sigma, grad_score, grad_finite, config)
+
+    clean = state.clean + 1
+    if len(seen) >= config.window:
+        seen = seen[1:]
+    if log_norm is not None:
+        if len(norms) >= config.window:
+            norms = norms[1:]
+        norms = (*norms, log_norm)
+    recent = (state.recent << 1) & ((1 << config.persist_window) - 1)
+    return (
+        SpikeState((*seen, y), norms, recent, state.hot and clean < config.rearm, clean),
+        SpikeReading(
+            Status.NORMAL if grad_finite else Status.NONFINITE,
+            z,
+            r,
+            0 if grad_finite else 3,
+            False,
+            _from_log(predicted, config.loss_floor),
+            sigma,
+            grad_score,
+        ),
+    )
+
+
+def restart(state: SpikeState) -> SpikeState:
+    """Forget the baseline (a new level was accepted) and warm up anew."""
+    return SpikeState()
+
+
+def _hot(
+    state: SpikeState,
+    predicted: float,
+    r: float,
+    z: float,
+    sigma: float,
+    grad_score: float,
+    grad_finite: bool,
+    config: SpikeConfig,
+) -> tuple[SpikeState, SpikeReading]:
+    """A spike step: it stays out of the baseline, for a bounded time."""
+    recent = ((state.recent << 1) | 1) & ((1 << config.persist_window) - 1)
+    run = state.run + 1
+    excess = state.excess + r
+    age = (state.age if state.hot else 0) + 1
+    if not grad_finite:
+        level = 3
+    elif recent.bit_count() >= config.persist_hot or (
+        run >= config.persist_run and excess >= config.persist_excess
+    ):
+        level = 2
+    else:
+        level = 1
+    accepted = age >= config.accept_after
+    reading = SpikeReading(
+        Status.SPIKE if grad_finite else Status.NONFINITE,
+        z,
+        r,
+        level,
+        True,
+        _from_log(predicted, config.loss_floor),
+        sigma,
+        grad_score,
+        accepted,
+    )
+    if accepted:
+        return SpikeState(), reading
+    return SpikeState(state.losses, state.norms, recent, True, 0, age, run, excess), reading
+
+
+def _nonfinite_loss(state: SpikeState, config: SpikeConfig) -> tuple[SpikeState, SpikeReading]:
+    """A loss that is no number: hot, but no evidence of where the level is now."""
+    recent = ((state.recent << 1) | 1) & ((1 << config.persist_window) - 1)
+    age = state.age if state.hot else 0
+    return (
+        SpikeState(state.losses, state.norms, recent, True, 0, age, state.run + 1, state.excess),
+        SpikeReading(Status.NONFINITE, level=3, hot=True),
+    )
+
+
+def _warm_up(
+    state: SpikeState, y: float, log_norm: float | None, grad_finite: bool, config: SpikeConfig
+) -> tuple[SpikeState, SpikeReading]:
+    """Too few losses to judge: every finite one is taken for the baseline."""
+    clean = state.clean + 1
+    norms = state.norms
+    if log_norm is not None:
+        norms = (*norms, log_norm)[-config.window :]
+    recent = (state.recent << 1) & ((1 << config.persist_window) - 1)
+    hot = state.hot and clean < config.rearm
+    if grad_finite:
+        reading = SpikeReading(Status.WARMING_UP)
+    else:
+        reading = SpikeReading(Status.NONFINITE, level=3)
+    return SpikeState((*state.losses, y), norms, recent, hot, clean, state.age), reading
+
+
+def _baseline(seen: tuple[float, ...], floor: float) -> tuple[float, float]:
+    """(predicted y of the next step, spread about the line), from the accepted y."""
+    n = len(seen)
+    h = n >> 1
+    m1 = median(sorted(seen[:h]))
+    m2 = median(sorted(seen[h:]))
+    slope = min(0.0, (m2 - m1) / (n - h))
+    if slope == 0.0:
+        residuals = sorted([v - m2 for v in seen])
+    else:
+        residuals = sorted([v - (m2 + slope * t) for v, t in zip(seen, _offsets(n), strict=True)])
+    centre = median(residuals)
+    spread = MAD_TO_STD * mad(residuals, centre)
+    upper = (quantile(residuals, 0.9) - centre) / Q90_TO_STD
+    return m2 + slope * (n - h) / 2, max(spread, upper, floor)
+
+
+@lru_cache(maxsize=256)
+def _offsets(n: int) -> tuple[float, ...]:
+    """Distance of each position from the middle of the newer half."""
+    h = n >> 1
+    centre = h + (n - h) / 2
+    return tuple(i - centre for i in range(n))
+
+
+def _to_log(loss: float, floor: float) -> float:
+    return math.log(loss) if loss >= floor else math.log(floor) - (floor - loss)
+
+
+def _from_log(y: float, floor: float) -> float:
+    low = math.log(floor)
+    return math.exp(min(y, 709.0)) if y >= low else floor - (low - y)
