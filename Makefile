@@ -17,7 +17,7 @@ NEVER := not full and not lower and not gpu
 .PHONY: help venv demo test test-full check unit e2e bench lower fmt pins clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 venv: $(READY)  ## make .venv with the pinned versions
 
