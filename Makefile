@@ -39,17 +39,17 @@ test: check unit e2e  ## everything that CI runs
 test-full: check unit e2e $(READY)  ## the same, and the tests that take minutes
 	@$(PYTEST) -m "full and not lower and not gpu"
 
-check: $(READY)
+check: $(READY)  ## lint, format, types, import contracts
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
 # Tests that start processes have deadlines: they run alone, the others on two workers.
-unit: $(READY)
+unit: $(READY)  ## tests that start no processes, on two workers
 	@$(PYTEST) -q -n 2 -m "not e2e and $(NEVER)"
 
-e2e: $(READY)
+e2e: $(READY)  ## tests that start processes, one at a time
 	@$(PYTEST) -q -m "e2e and $(NEVER)"
 
 bench: $(READY)  ## print the cost tables; a person reads them
