@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PINS := .ci/constraints.txt
 # The stamp is named after what the environment is made from: a changed pin makes a new one.
 READY := $(VENV)/.ready-$(shell cat pyproject.toml $(PINS) 2>/dev/null | sha256sum | cut -c1-16)
-PIP_FLAGS := --quiet --disable-pip-version-check
+PIP_FLAGS := -qq --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 NEVER := not full and not lower and not gpu
 
