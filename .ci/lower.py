@@ -53,10 +53,11 @@ def main() -> int:
     subprocess.run([*install, "--no-build-isolation", "--no-deps", "-e", ROOT], check=True)
 
     marks = "not slow and not e2e and not full and not gpu"
+    marks = f"lower or ({marks})"
     contracts = "tests/arch/test_imports.py::test_import_contracts_hold"  # needs the linter
     tests = ["tests", "--deselect", contracts]
     if not with_torch:
-        marks += " and not torch"
+        marks = f"({marks}) and not torch"
         tests += ["--ignore=tests/hooks"]
     run = subprocess.run(
         [python, "-m", "pytest", "-q", "-n", "2", "-m", marks, *tests],

@@ -16,14 +16,31 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
 import pytest
+from hypothesis import settings
 
 from tests.support import NOT_APPLICABLE, FakeClock, require, shared_dir
+
+# A shared machine is slow at odd moments; in CI hypothesis picks its own profile (derandomized).
+if "CI" not in os.environ:
+    settings.register_profile("shared", deadline=None)
+    settings.load_profile("shared")
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests for another environment or of many minutes run only where `-m` names them."""
+    for mark in ("lower", "full"):
+        if mark in config.option.markexpr:
+            continue
+        left_out = [item for item in items if item.get_closest_marker(mark)]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
 
 
 def _require_all() -> bool:
