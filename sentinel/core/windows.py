@@ -14,6 +14,7 @@ Errors:  none; the windows are never empty.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 MAD_TO_STD = 1.4826  # for a normal distribution, std = 1.4826 * MAD
@@ -30,19 +31,36 @@ def median(ordered: Sequence[float]) -> float:
 
 
 def mad(ordered: Sequence[float], centre: float) -> float:
-    """Median absolute deviation from `centre`."""
-    # Falls to the centre and rises again: two runs, which sorted() only has to merge.
-    return median(sorted([abs(v - centre) for v in ordered]))
+    """Median absolute deviation from `centre`.
+
+    The half of the values nearest to `centre` is one stretch of a sorted window: bisection finds
+    it in six comparisons, where sorting 64 distances takes three times as long.
+    """
+    n = len(ordered)
+    k = (n + 1) >> 1
+    low, high = 0, n - k
+    while low < high:
+        i = (low + high) >> 1
+        if centre - ordered[i] > ordered[i + k] - centre:
+            low = i + 1
+        else:
+            high = i
+    kth = max(centre - ordered[low], ordered[low + k - 1] - centre)
+    if n & 1:
+        return kth
+    right = ordered[low + k] - centre if low + k < n else math.inf
+    left = centre - ordered[low - 1] if low else math.inf
+    return (kth + min(left, right)) / 2
 
 
-def quantile(ordered: Sequence[float], q: float) -> float:
-    """The q-quantile, interpolated linearly between neighbours."""
+def quantile(ordered: Sequence[float], q: float, centre: float = 0.0) -> float:
+    """The q-quantile of the distances above `centre`, interpolated linearly."""
     at = q * (len(ordered) - 1)
     i = int(at)
-    low = ordered[i]
+    low = ordered[i] - centre
     t = at - i
     if t == 0.0:
         return low
-    high = ordered[i + 1]
+    high = ordered[i + 1] - centre
     # From the nearer neighbour, as numpy does.
     return low + (high - low) * t if t < 0.5 else high - (high - low) * (1 - t)

@@ -326,7 +326,7 @@ def _baseline(seen: tuple[float, ...], floor: float) -> tuple[float, float]:
         residuals = sorted([v - (m2 + slope * t) for v, t in zip(seen, _offsets(n), strict=True)])
     centre = median(residuals)
     spread = MAD_TO_STD * mad(residuals, centre)
-    upper = (quantile(residuals, 0.9) - centre) / Q90_TO_STD
+    upper = quantile(residuals, 0.9, centre) / Q90_TO_STD
     return m2 + slope * (n - h) / 2, max(spread, upper, floor)
 
 
