@@ -1,0 +1,241 @@
+"""The reader: a recorded run, in order, as far as the disk still tells it.
+
+    reader = Reader("sentinel-runs/r7")         a run, or one of its incarnations
+    for item in reader: ...                     StepRecord | Event, in the order they happened
+    for record in reader.steps(columns=True)    with per-layer columns joined
+    reader.curve()                              step, loss, grad norm as arrays; layers are not read
+    reader.damage                               what could not be read, filled in while reading
+
+A torn or damaged segment is read up to its first bad byte; what follows it there is counted in
+`damage` and ignored, and the next segment is read as usual. Columns lie in files of their own and
+are opened only when asked for.
+
+Units:   as in core.types.
+Errors:  TraceError when there is nothing to read, or when a file was written by another version.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sentinel.core.errors import ProtocolError, TraceError
+from sentinel.core.types import Column, Event
+from sentinel.traces.recorder import list_incarnations
+from sentinel.traces.records import (
+    Header,
+    StepRecord,
+    columns_key,
+    decode_columns,
+    decode_header,
+    decode_index,
+    decode_step,
+)
+from sentinel.traces.segments import (
+    LAYERS,
+    SCALARS,
+    Damage,
+    Kind,
+    Segment,
+    list_segments,
+    read_segment,
+)
+from sentinel.wire import codec
+
+Item: TypeAlias = StepRecord | Event
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A run's curve: columns of shape [N], an entry a step; nan also where nothing was measured.
+
+    Attributes:
+        loss_measured, norm_measured: tell "not measured" from a measured nan.
+        executed: the action carried out, as the number of its Action.
+    """
+
+    step: npt.NDArray[np.int64]
+    attempt: npt.NDArray[np.int64]
+    loss: npt.NDArray[np.float64]
+    loss_measured: npt.NDArray[np.bool_]
+    grad_norm: npt.NDArray[np.float64]
+    norm_measured: npt.NDArray[np.bool_]
+    executed: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """One scalars segment: where replay can start.
+
+    Attributes:
+        incarnation: directory of the process's life that wrote it.
+        header: with the engine's state before its first record; None when that is damaged.
+        contiguous: nothing is missing between the chapter before and this one.
+    """
+
+    incarnation: Path
+    header: Header | None
+    contiguous: bool
+    segment: Segment = field(repr=False)
+    join: _ColumnCursor | None = field(default=None, repr=False)
+
+
+class Reader:
+    """Reads one run; several passes are allowed, each reads the files again."""
+
+    def __init__(self, directory: Path | str) -> None:
+        """Find the run's files.
+
+        Args:
+            directory: a run's directory, or one incarnation's.
+
+        Raises:
+            TraceError: no trace lies there.
+        """
+        self.directory = Path(directory)
+        if self.directory.is_dir() and list_segments(self.directory, SCALARS):
+            self.incarnations = [self.directory]
+        else:
+            self.incarnations = list_incarnations(self.directory)
+        if not self.incarnations:
+            raise TraceError(
+                f"{self.directory} holds no trace; expected a run's directory with subdirectories "
+                f"like 0000-<incarnation>/{SCALARS}-00000.seg"
+            )
+        self._damage: dict[Path, Damage] = {}
+
+    @property
+    def damage(self) -> tuple[Damage, ...]:
+        """What was found damaged by the passes made so far, in order of the files."""
+        return tuple(self._damage[path] for path in sorted(self._damage))
+
+    @property
+    def lost_bytes(self) -> int:
+        """Bytes that could not be trusted, in all files read so far."""
+        return sum(damage.lost_bytes for damage in self._damage.values())
+
+    def chapters(self, *, columns: bool = False) -> Iterator[Chapter]:
+        """The scalars segments of all incarnations, in order; go through them in that order.
+
+        Args:
+            columns: join per-layer columns when the items of a chapter are read.
+        """
+        for incarnation in self.incarnations:
+            join = _ColumnCursor(self, incarnation) if columns else None
+            previous: int | None = None
+            intact = True
+            for number, path in list_segments(incarnation, SCALARS):
+                segment = self.read(path)
+                header = self._header(segment)
+                contiguous = (
+                    intact
+                    and previous is not None
+                    and number == previous + 1
+                    and header is not None
+                    and not header.after_gap
+                )
+                yield Chapter(incarnation, header, contiguous, segment, join)
+                previous, intact = number, segment.damage is None
+
+    def items(self, chapter: Chapter) -> Iterator[Item]:
+        """Steps and events of one chapter, in order."""
+        where = str(chapter.segment.path)
+        for frame in chapter.segment.frames:
+            if frame.kind is Kind.STEP:
+                record = decode_step(frame.payload, where)
+                if chapter.join is not None and record.has_columns:
+                    columns = chapter.join.find(record.step, record.attempt)
+                    if columns is not None:
+                        record = record.with_columns(columns)
+                yield record
+            elif frame.kind is Kind.EVENT:
+                try:
+                    yield codec.decode_event(bytes(frame.payload))
+                except ProtocolError as error:
+                    raise TraceError(f"{where}: {error}") from error
+
+    def __iter__(self) -> Iterator[Item]:
+        for chapter in self.chapters():
+            yield from self.items(chapter)
+
+    def steps(self, *, columns: bool = False) -> Iterator[StepRecord]:
+        """Steps only, in order."""
+        for chapter in self.chapters(columns=columns):
+            for item in self.items(chapter):
+                if isinstance(item, StepRecord):
+                    yield item
+
+    def curve(self) -> Curve:
+        """Step, loss and norm of the whole run; only the fixed part of each step is decoded."""
+        step, attempt, executed = array("q"), array("q"), array("q")
+        loss, norm = array("d"), array("d")
+        has_loss, has_norm = bytearray(), bytearray()
+        for chapter in self.chapters():
+            for frame in chapter.segment.frames:
+                if frame.kind is not Kind.STEP:
+                    continue
+                index = decode_index(frame.payload)
+                step.append(index.step)
+                attempt.append(index.attempt)
+                executed.append(index.executed)
+                loss.append(index.loss)
+                norm.append(index.grad_norm)
+                has_loss.append(index.has_loss)
+                has_norm.append(index.has_norm)
+        loss_N, norm_N = np.array(loss, np.float64), np.array(norm, np.float64)
+        has_loss_N = np.frombuffer(bytes(has_loss), np.bool_)
+        has_norm_N = np.frombuffer(bytes(has_norm), np.bool_)
+        loss_N[~has_loss_N] = np.nan
+        norm_N[~has_norm_N] = np.nan
+        return Curve(
+            np.array(step, np.int64),
+            np.array(attempt, np.int64),
+            loss_N,
+            has_loss_N,
+            norm_N,
+            has_norm_N,
+            np.array(executed, np.int64),
+        )
+
+    def read(self, path: Path) -> Segment:
+        """One segment; its damage is noted."""
+        segment = read_segment(path)
+        if segment.damage is not None:
+            self._damage[path] = segment.damage
+        return segment
+
+    @staticmethod
+    def _header(segment: Segment) -> Header | None:
+        if not segment.frames or segment.frames[0].kind is not Kind.HEADER:
+            return None
+        return decode_header(segment.frames[0].payload, str(segment.path))
+
+
+class _ColumnCursor:
+    """Walks the layers stream beside the steps; both are in the order of the steps."""
+
+    def __init__(self, reader: Reader, incarnation: Path) -> None:
+        self.incarnation = incarnation
+        self._records = self._walk(reader)
+        self._next = next(self._records, None)
+
+    def _walk(self, reader: Reader) -> Iterator[tuple[tuple[int, int], memoryview, str]]:
+        for _, path in list_segments(self.incarnation, LAYERS):
+            for frame in reader.read(path).frames:
+                if frame.kind is Kind.COLUMNS:
+                    yield columns_key(frame.payload), frame.payload, str(path)
+
+    def find(self, step: int, attempt: int) -> Mapping[str, Column] | None:
+        """The columns of that step, or None when they are lost."""
+        while self._next is not None and self._next[0][0] < step:
+            self._next = next(self._records, None)
+        if self._next is None or self._next[0] != (step, attempt):
+            return None
+        _, payload, where = self._next
+        return decode_columns(payload, where)

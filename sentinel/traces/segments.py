@@ -1,0 +1,210 @@
+"""Segment files: how records lie on disk, and how a damaged file is read as far as it goes.
+
+    writer = SegmentWriter(directory, "scalars", number)
+    writer.append(Kind.STEP, payload)      one os.write, no buffer of our own
+    segment = read_segment(path)           frames up to the first damaged byte, and what is lost
+
+A segment is 8 bytes of magic and then frames: kind (1 byte), length (4), CRC32 of kind and payload
+(4), payload; little-endian. A process that dies loses nothing that append() returned from: the
+bytes are with the operating system. A machine that dies may tear or zero the tail; the checksum
+finds that, everything before it stands. The next segment starts afresh, so damage in the middle of
+a run costs the rest of one segment, not the rest of the run.
+
+Errors:  append() raises OSError (disk full) after it took back what it had written of the frame;
+         read_segment() raises TraceError for a file that is no segment of ours or of a later
+         format, and never for a damaged one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from sentinel.core.errors import TraceError
+
+MAGIC = b"SNTLSEG1"  # the last byte is the framing's version; the records' is in the header
+FRAME = struct.Struct("<BII")  # kind, payload length, CRC32
+SEGMENT_BYTES = 16 * 1024 * 1024
+SCALARS, LAYERS = "scalars", "layers"
+_NAME = re.compile(r"^(scalars|layers)-(\d{5,})\.seg$")
+
+
+class Kind(IntEnum):
+    """What a frame holds; 0 is no kind, so that zeroed pages are damage."""
+
+    HEADER = 1
+    STEP = 2
+    EVENT = 3
+    COLUMNS = 4
+    SUMMARY = 5
+    TRAILER = 6
+
+
+_KINDS = frozenset(int(kind) for kind in Kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A stretch of a segment that cannot be trusted.
+
+    Attributes:
+        offset: where the first bad frame starts.
+        lost_bytes: from there to the end of the file.
+        reason: `torn` when the file ends inside a frame, else what is wrong with it.
+    """
+
+    path: Path
+    offset: int
+    lost_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One intact record and where it starts."""
+
+    kind: Kind
+    payload: memoryview
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The intact frames of one file, in order."""
+
+    path: Path
+    number: int
+    frames: tuple[Frame, ...]
+    damage: Damage | None
+
+
+def segment_name(stream: str, number: int) -> str:
+    """File name of a stream's segment."""
+    return f"{stream}-{number:05d}.seg"
+
+
+def list_segments(directory: Path, stream: str) -> list[tuple[int, Path]]:
+    """A stream's segments in order of their number; an empty list when there are none."""
+    found = []
+    for entry in os.scandir(directory):
+        match = _NAME.match(entry.name)
+        if match is not None and match[1] == stream:
+            found.append((int(match[2]), Path(entry.path)))
+    return sorted(found)
+
+
+def read_segment(path: Path) -> Segment:
+    """Read one segment up to its first damaged byte.
+
+    Raises:
+        TraceError: it cannot be opened, or is no segment that this version can read.
+    """
+    match = _NAME.match(path.name)
+    number = int(match[2]) if match else 0
+    try:
+        data = memoryview(path.read_bytes())
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error}") from error
+    magic = bytes(data[: len(MAGIC)])
+    if magic != MAGIC:
+        if len(magic) < len(MAGIC) and MAGIC.startswith(magic):
+            return Segment(path, number, (), Damage(path, 0, len(data), "torn"))
+        if magic[:-1] == MAGIC[:-1]:
+            raise TraceError(
+                f"{path} has framing version {magic[-1:].decode('latin1')!r}, this sentinel reads "
+                f"{MAGIC[-1:].decode()!r}; read it with the version that wrote it"
+            )
+        return Segment(path, number, (), Damage(path, 0, len(data), "no segment magic"))
+    frames: list[Frame] = []
+    damage = None
+    offset = len(MAGIC)
+    for frame in _frames(data, offset):
+        if isinstance(frame, str):
+            damage = Damage(path, offset, len(data) - offset, frame)
+            break
+        frames.append(frame)
+        offset = frame.offset + FRAME.size + len(frame.payload)
+    return Segment(path, number, tuple(frames), damage)
+
+
+def _frames(data: memoryview, offset: int) -> Iterator[Frame | str]:
+    """Intact frames from `offset` on; last, if something is wrong, what it is."""
+    end = len(data)
+    while offset < end:
+        if end - offset < FRAME.size:
+            yield "torn"
+            return
+        kind, length, checksum = FRAME.unpack_from(data, offset)
+        start = offset + FRAME.size
+        if kind not in _KINDS:
+            yield f"unknown record kind {kind}"
+            return
+        if end - start < length:
+            yield "torn"
+            return
+        payload = data[start : start + length]
+        if zlib.crc32(payload, kind) != checksum:
+            yield "checksum does not match"
+            return
+        yield Frame(Kind(kind), payload, offset)
+        offset = start + length
+
+
+class SegmentWriter:
+    """One segment file being written; each append is handed to the operating system at once."""
+
+    def __init__(self, directory: Path, stream: str, number: int) -> None:
+        self.path = directory / segment_name(stream, number)
+        self.number = number
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
+        self._fd: int | None = os.open(self.path, flags, 0o644)
+        self.size = 0
+        try:
+            self._write(MAGIC)
+        except OSError:
+            self.close()
+            self.path.unlink(missing_ok=True)
+            raise
+
+    def append(self, kind: Kind, payload: bytes) -> int:
+        """Write one record; returns the offset at which it starts.
+
+        Raises:
+            OSError: it could not be written whole; the file ends where it ended before.
+        """
+        offset = self.size
+        self._write(FRAME.pack(kind, len(payload), zlib.crc32(payload, kind)) + payload)
+        return offset
+
+    def _write(self, data: bytes) -> None:
+        if self._fd is None:
+            raise OSError(f"{self.path} is closed")
+        written = 0
+        try:
+            written = os.write(self._fd, data)
+            while written < len(data):
+                written += os.write(self._fd, data[written:])
+        except OSError:
+            if written:
+                # Half a frame would hide every later one from a reader.
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, self.size)
+            raise
+        self.size += len(data)
+
+    def close(self, *, sync: bool = False) -> None:
+        """Close the file, after syncing it if asked to; a second call does nothing."""
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            try:
+                if sync:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
