@@ -5,7 +5,7 @@
     state    = apply(state, observation, decision, outcome, policy)
     state    = note(state, event, policy)          # at the safe point between two steps
 
-`asks_canary(state, observation, policy)` says beforehand whether the decision depends on the
+`wants_canary(state, observation, policy)` says beforehand whether the decision depends on the
 canary; if it does, the trainer computes it and puts the answer into the observation.
 
 The learning rate after a rollback, counted in applied steps (a skipped step uses nothing up): the
@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sentinel.core import incidents
+from sentinel.core.detectors import grad_norm
 from sentinel.core.errors import StateError
 from sentinel.core.incidents import INSTABILITY, LEVEL_SHIFT
 from sentinel.core.judge import judge, learn
@@ -31,7 +32,6 @@ from sentinel.core.policy import Policy
 from sentinel.core.rules import COMMAND, Plan, asks_canary, memory, plan, severity_of
 from sentinel.core.state import (
     ENGINE_VERSION,
-    Counters,
     Ledger,
     LrCut,
     RuleMemory,
@@ -60,7 +60,7 @@ from sentinel.core.types import (
     Verdict,
 )
 
-__all__ = ["ENGINE_VERSION", "apply", "asks_canary", "decide", "initial", "note", "wants_canary"]
+__all__ = ["ENGINE_VERSION", "apply", "decide", "initial", "lr_factor", "note", "wants_canary"]
 
 COMMANDS_KEPT = 256  # ids of obeyed orders; they expire long before so many have come
 ACTED_KEPT = 256
@@ -97,7 +97,7 @@ def decide(state: State, observation: Observation, policy: Policy) -> Decision:
     )
     findings = planned.flags
     if not planned.quiet:
-        findings = (*_findings(observation, judged, planned, policy), *findings)
+        findings = (*_findings(observation, planned, policy), *findings)
     factor = lr_factor(ledger.lr)
     if planned.manual_lr != 1.0:
         factor *= planned.manual_lr
@@ -132,15 +132,15 @@ def apply(
     """
     _in_order(state, observation)
     memo = decision.memo
+    planned: Plan
     if memo is not None and memo[0] is state and memo[1] is observation:
         judged, planned = memo[2], memo[3]
     else:
         judged = judge(state.stats, observation, policy)
         planned = plan(state, observation, judged, policy)
-    planned_: Plan = planned
     executed = outcome.executed
-    observing = planned_.would > planned_.action and executed is Action.PROCEED
-    effective = planned_.would if observing else executed
+    observing = planned.would > planned.action and executed is Action.PROCEED
+    effective = planned.would if observing else executed
 
     stats = learn(
         state.stats,
@@ -150,28 +150,28 @@ def apply(
         accept_norm=(
             outcome.applied
             and effective is Action.PROCEED
-            and not planned_.hot
+            and not planned.hot
             and judged.norm.status is not Status.SPIKE
         ),
-        accept_level=planned_.accept_level,
-        restart_norm=observing and planned_.restart_norm,
+        accept_level=planned.accept_level,
+        restart_norm=observing and planned.restart_norm,
     )
-    if planned_.quiet and outcome.applied and effective is Action.PROCEED:
-        ledger = _calm(state.ledger, observation, planned_, policy)
+    if planned.quiet and outcome.applied and effective is Action.PROCEED:
+        ledger = _calm(state.ledger, observation, planned, policy)
     else:
         ledger = _trouble(
             state.ledger,
             observation,
             judged.spike.accepted_level,
-            planned_,
+            planned,
             outcome,
             effective,
             observing,
             judged.nonfinite,
             policy,
         )
-    if planned_.runs or planned_.flags or ledger.flagged:
-        ledger = _remember(ledger, observation.step, planned_, policy)
+    if planned.runs or planned.flags or ledger.flagged:
+        ledger = _remember(ledger, observation.step, planned, policy)
     return State(state.step + 1, stats, ledger)
 
 
@@ -188,15 +188,10 @@ def note(state: State, event: Event, policy: Policy) -> State:
             next_snapshot=_next_snapshot(event.step, policy),
         )
     elif isinstance(event, Restored):
-        return (
-            State(state.step, event.stats, _restored(ledger, event, policy))
-            if (not ledger.pending_norm)
-            else State(
-                state.step,
-                replace(event.stats, norm=type(event.stats.norm)()),
-                _restored(ledger, event, policy),
-            )
-        )
+        stats = event.stats
+        if ledger.pending_norm:
+            stats = replace(stats, norm=grad_norm.restart(stats.norm))
+        return State(state.step, stats, _restored(ledger, event, policy))
     elif isinstance(event, RestoreFailed):
         rule = ledger.pending_rule or COMMAND
         ledger = incidents.touch(
@@ -231,7 +226,7 @@ def note(state: State, event: Event, policy: Policy) -> State:
 
 def lr_factor(cut: LrCut) -> float:
     """What the next applied step's learning rate is multiplied by; see the module docstring."""
-    if cut.hold > 0 or (cut.factor < 1.0 and cut.rewarm_total == 0 and cut.rewarm > 0):
+    if cut.hold > 0:
         return cut.factor
     if cut.rewarm > 0:
         k = cut.rewarm_total - cut.rewarm + 1
@@ -522,9 +517,13 @@ def _confirm(snapshots: tuple[Snapshot, ...], policy: Policy) -> tuple[Snapshot,
     healthy = [s for s in new if s.healthy]
     kept = set(healthy[-policy.snapshots.keep :])
     older = [s for s in healthy if s not in kept]
-    if older:  # one well before the newest; while none is old enough, the oldest there is
+    if older:
+        # One well before the newest; while none is old enough, the oldest there is. And the
+        # oldest of the rest, which grows into that place: without it the first would stay for ever.
         far = [s for s in older if s.step <= healthy[-1].step - policy.snapshots.older_by]
-        kept.add(far[-1] if far else older[0])
+        well_before = far[-1] if far else older[0]
+        kept.add(well_before)
+        kept.update([s for s in older if s.step > well_before.step][:1])
     return tuple(s for s in new if not s.healthy or s in kept)
 
 
@@ -543,9 +542,7 @@ def _protection(
     return Protection.ARMED
 
 
-def _findings(
-    observation: Observation, judged: object, planned: Plan, policy: Policy
-) -> tuple[Finding, ...]:
+def _findings(observation: Observation, planned: Plan, policy: Policy) -> tuple[Finding, ...]:
     found: list[Finding] = []
     if planned.rule:
         found.append(
@@ -634,6 +631,3 @@ def _acted(
 
 def _by_step(snapshot: Snapshot) -> int:
     return snapshot.step
-
-
-__all__ += ["Counters", "lr_factor"]
