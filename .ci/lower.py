@@ -33,6 +33,18 @@ def lowest(requirements: list[str]) -> list[str]:
     return pins
 
 
+def needing_torch() -> list[Path]:
+    """Test files that import torch, ours that does, or a test module that does."""
+    torch = re.compile(
+        r"^\s*(import|from) (torch|sentinel_hooks|tests\.(acceptance|hooks))", re.MULTILINE
+    )
+    tests = ROOT / "tests"
+    return [
+        *(tests / folder for folder in ("acceptance", "hooks", "bench")),
+        *(path for path in sorted(tests.rglob("test_*.py")) if torch.search(path.read_text())),
+    ]
+
+
 def main() -> int:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
@@ -58,7 +70,7 @@ def main() -> int:
     tests = ["tests", "--deselect", contracts]
     if not with_torch:
         marks = f"({marks}) and not torch"
-        tests += ["--ignore=tests/hooks"]
+        tests += [f"--ignore={path}" for path in needing_torch()]
     run = subprocess.run(
         [python, "-m", "pytest", "-q", "-n", "2", "-m", marks, *tests],
         cwd=ROOT,
