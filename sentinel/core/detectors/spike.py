@@ -226,8 +226,9 @@ def observe(
             norms = norms[1:]
         norms = (*norms, log_norm)
     recent = (state.recent << 1) & ((1 << config.persist_window) - 1)
+    staying = state.hot and clean < config.rearm
     return (
-        SpikeState((*seen, y), norms, recent, state.hot and clean < config.rearm, clean),
+        SpikeState((*seen, y), norms, recent, staying, clean, state.age if staying else 0),
         SpikeReading(
             Status.NORMAL if grad_finite else Status.NONFINITE,
             z,
