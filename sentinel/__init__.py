@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sentinel.core.policy import Policy
+
 if TYPE_CHECKING:
     from sentinel_hooks import Session
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "attach"]
+__all__ = ["Policy", "__version__", "attach"]
 
 
 def attach(trainer: Any = None, **options: Any) -> Session:
