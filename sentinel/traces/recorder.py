@@ -133,9 +133,12 @@ class Recorder:
         before, self._state = self._state, state
         attempt = before.ledger.attempt
         at = self._clock() if self._clock is not None else None
-        payload = encode_step(observation, decision, outcome, attempt, gate_s, at)
+        columns = bool(observation.columns)
+        payload = encode_step(
+            observation, decision, outcome, attempt, gate_s, at, has_columns=columns
+        )
         try:
-            if observation.columns:
+            if columns:
                 # Columns first: a step on disk implies that its columns are.
                 self._append_columns(encode_columns(observation.step, attempt, observation.columns))
             self._append(Kind.STEP, payload, before)

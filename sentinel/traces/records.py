@@ -158,8 +158,10 @@ def encode_step(
     decision: Decision,
     outcome: Outcome,
     attempt: int,
-    gate_s: float | None,
-    at: float | None,
+    gate_s: float | None = None,
+    at: float | None = None,
+    *,
+    has_columns: bool,
 ) -> bytes:
     """Bytes of a step record; columns are not in it."""
     loss, norm, lr = observation.loss, observation.grad_norm, observation.lr
@@ -171,7 +173,7 @@ def encode_step(
         (loss is not None and _LOSS)
         | (norm is not None and _NORM)
         | (lr is not None and _LR)
-        | (_COLUMNS if observation.columns else 0)
+        | (_COLUMNS if has_columns else 0)
         | (gate_s is not None and _GATE)
         | (at is not None and _AT),
         outcome.executed,

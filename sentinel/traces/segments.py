@@ -100,6 +100,11 @@ def list_segments(directory: Path, stream: str) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def encode_frame(kind: Kind, payload: bytes) -> bytes:
+    """One framed record."""
+    return FRAME.pack(kind, len(payload), zlib.crc32(payload, kind)) + payload
+
+
 def read_segment(path: Path) -> Segment:
     """Read one segment up to its first damaged byte.
 
@@ -180,7 +185,7 @@ class SegmentWriter:
             OSError: it could not be written whole; the file ends where it ended before.
         """
         offset = self.size
-        self._write(FRAME.pack(kind, len(payload), zlib.crc32(payload, kind)) + payload)
+        self._write(encode_frame(kind, payload))
         return offset
 
     def _write(self, data: bytes) -> None:

@@ -1,0 +1,239 @@
+"""Replay: take the recorded decisions away, compute them again, compare.
+
+    report = replay("sentinel-runs/r7")                   the recorded policy: the same bytes?
+    report = replay("sentinel-runs/r7", policy=stricter)  another one: what would it have decided?
+
+With the recorded policy every recomputed decision must equal the recorded one byte for byte, and
+the state carried along must equal the state at the start of each segment; the first differences
+are listed with both decisions. With another policy the replay is open loop: the state moves by
+what was really done and seen (the recorded outcomes and events), so it answers "what would this
+policy have decided at each step of that run", not "how would the run have gone on".
+
+A step whose columns were lost (dropped for space, damaged) cannot be recomputed: it and the steps
+after it count as `unverified` until the next segment, which starts with the engine's state.
+
+Errors:  TraceError for files that cannot be read at all or that another version wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from sentinel.core import engine
+from sentinel.core.errors import ProtocolError, TraceError
+from sentinel.core.policy import Policy
+from sentinel.core.state import ENGINE_VERSION, State, Stats
+from sentinel.core.types import Decision, Event, Restored, SnapshotTaken
+from sentinel.traces.reader import Chapter, Reader
+from sentinel.traces.records import Header, StepRecord
+from sentinel.traces.segments import Damage
+from sentinel.wire import codec
+
+KEEP_DIFFERENCES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A step that was decided differently."""
+
+    step: int
+    attempt: int
+    recorded: Decision
+    recomputed: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What a replay found.
+
+    Attributes:
+        policy: name of the policy that was replayed; "" when no header could be read.
+        same_policy: it is the recorded one, so that decisions must be equal.
+        steps: steps recomputed.
+        events: events noted.
+        unverified: steps that could not be recomputed, see the module docstring.
+        different: steps decided differently: by their bytes under the recorded policy; by action,
+            rule or target under another one.
+        differences: the first of them.
+        state_mismatches: segments whose recorded state differs from the one carried along.
+        engine_versions: of the engines that recorded the run.
+        damage: what could not be read; the torn tail of a killed machine is here.
+    """
+
+    directory: Path
+    run: str
+    policy: str
+    same_policy: bool
+    incarnations: int
+    segments: int
+    steps: int
+    events: int
+    unverified: int
+    different: int
+    differences: tuple[Difference, ...]
+    state_mismatches: int
+    engine_versions: tuple[int, ...]
+    damage: tuple[Damage, ...] = ()
+
+    @property
+    def identical(self) -> bool:
+        """Everything that could be recomputed came out the same."""
+        return self.different == 0 and self.state_mismatches == 0
+
+    @property
+    def lost_bytes(self) -> int:
+        """Bytes of the trace that could not be trusted."""
+        return sum(damage.lost_bytes for damage in self.damage)
+
+
+@dataclass
+class _Replay:
+    """The running totals of one replay."""
+
+    reader: Reader
+    wanted: Policy | None
+    keep: int
+    run: str = ""
+    name: str = ""
+    same: bool = True
+    segments: int = 0
+    steps: int = 0
+    events: int = 0
+    unverified: int = 0
+    different: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    state_mismatches: int = 0
+    versions: set[int] = field(default_factory=set)
+    own_stats: dict[int, Stats] = field(default_factory=dict)
+
+    def chapter(self, chapter: Chapter, state: State | None) -> State | None:
+        """Replay one segment from `state`, or from its header; returns the state after it.
+
+        None means that the state is not known any more.
+        """
+        header = chapter.header
+        self.segments += 1
+        if header is None:
+            return None
+        self.versions.add(header.engine_version)
+        self.run = self.run or header.run
+        policy, same = self._policy(header, chapter)
+        recorded = self._state(header, chapter)
+        if state is None or not chapter.contiguous:
+            state = recorded
+            self.own_stats.clear()
+        elif same and codec.encode_state(state) != header.state:
+            self.state_mismatches += 1
+            state = recorded  # so that one difference does not count as thousands
+        for item in self.reader.items(chapter):
+            if not isinstance(item, StepRecord):
+                state = self._event(item, state, policy, same)
+            elif state is not None:
+                state = self._step(item, state, policy, same)
+            else:
+                self.unverified += 1
+        return state
+
+    def _policy(self, header: Header, chapter: Chapter) -> tuple[Policy, bool]:
+        try:
+            if self.wanted is None:
+                policy = codec.decode_policy(header.policy)
+                same = True
+            else:
+                policy = self.wanted
+                same = codec.encode_policy(policy) == header.policy
+        except ProtocolError as error:
+            raise _unreadable(chapter, header, error) from error
+        self.name = policy.name
+        self.same = self.same and same
+        return policy, same
+
+    def _state(self, header: Header, chapter: Chapter) -> State:
+        try:
+            return codec.decode_state(header.state)
+        except ProtocolError as error:
+            raise _unreadable(chapter, header, error) from error
+
+    def _event(self, event: Event, state: State | None, policy: Policy, same: bool) -> State | None:
+        if state is None:
+            return None
+        self.events += 1
+        if not same:
+            # The statistics of that snapshot as this policy had them, not as the recorded one had.
+            if isinstance(event, SnapshotTaken):
+                self.own_stats[event.step] = state.stats
+            elif isinstance(event, Restored) and event.target in self.own_stats:
+                event = replace(event, stats=self.own_stats[event.target])
+        state = engine.note(state, event, policy)
+        if not same:
+            kept = {snapshot.step for snapshot in state.ledger.snapshots}
+            self.own_stats = {s: v for s, v in self.own_stats.items() if s in kept}
+        return state
+
+    def _step(self, record: StepRecord, state: State, policy: Policy, same: bool) -> State | None:
+        observation = record.observation
+        if state.step != record.step or (record.has_columns and not observation.columns):
+            self.unverified += 1
+            return None
+        decision = engine.decide(state, observation, policy)
+        self.steps += 1
+        if same:
+            different = codec.encode_decision(decision) != record.decision_bytes
+        else:
+            before = record.decision
+            different = (before.action, before.rule, before.target) != (
+                decision.action,
+                decision.rule,
+                decision.target,
+            )
+        if different:
+            self.different += 1
+            if len(self.differences) < self.keep:
+                self.differences.append(
+                    Difference(record.step, record.attempt, record.decision, decision)
+                )
+        return engine.apply(state, observation, decision, record.outcome, policy)
+
+
+def _unreadable(chapter: Chapter, header: Header, error: ProtocolError) -> TraceError:
+    return TraceError(
+        f"{chapter.segment.path} was recorded by engine version {header.engine_version}, this is "
+        f"version {ENGINE_VERSION}: {error}; replay it with the version that recorded it"
+    )
+
+
+def replay(
+    directory: Path | str, policy: Policy | None = None, *, keep: int = KEEP_DIFFERENCES
+) -> ReplayReport:
+    """Recompute every decision of a recorded run.
+
+    Args:
+        directory: a run's directory, or one incarnation's.
+        policy: None for the recorded one.
+        keep: at most this many differences are listed; all are counted.
+
+    Raises:
+        TraceError: nothing to read there, or another version wrote it.
+    """
+    reader = Reader(directory)
+    run = _Replay(reader, policy, keep)
+    state: State | None = None
+    for chapter in reader.chapters(columns=True):
+        state = run.chapter(chapter, state)
+    return ReplayReport(
+        directory=reader.directory,
+        run=run.run,
+        policy=run.name,
+        same_policy=run.same,
+        incarnations=len(reader.incarnations),
+        segments=run.segments,
+        steps=run.steps,
+        events=run.events,
+        unverified=run.unverified,
+        different=run.different,
+        differences=tuple(run.differences),
+        state_mismatches=run.state_mismatches,
+        engine_versions=tuple(sorted(run.versions)),
+        damage=reader.damage,
+    )
