@@ -27,7 +27,7 @@ from sentinel.core import incidents
 from sentinel.core.detectors import grad_norm
 from sentinel.core.errors import StateError
 from sentinel.core.incidents import INSTABILITY, LEVEL_SHIFT
-from sentinel.core.judge import judge, learn
+from sentinel.core.judge import Judged, judge, learn
 from sentinel.core.policy import Policy
 from sentinel.core.rules import COMMAND, Plan, asks_canary, memory, plan, severity_of
 from sentinel.core.state import (
@@ -97,7 +97,7 @@ def decide(state: State, observation: Observation, policy: Policy) -> Decision:
     )
     findings = planned.flags
     if not planned.quiet:
-        findings = (*_findings(observation, planned, policy), *findings)
+        findings = (*_findings(observation, judged, planned, policy), *findings)
     factor = lr_factor(ledger.lr)
     if planned.manual_lr != 1.0:
         factor *= planned.manual_lr
@@ -542,7 +542,9 @@ def _protection(
     return Protection.ARMED
 
 
-def _findings(observation: Observation, planned: Plan, policy: Policy) -> tuple[Finding, ...]:
+def _findings(
+    observation: Observation, judged: Judged, planned: Plan, policy: Policy
+) -> tuple[Finding, ...]:
     found: list[Finding] = []
     if planned.rule:
         found.append(
@@ -556,6 +558,15 @@ def _findings(observation: Observation, planned: Plan, policy: Policy) -> tuple[
     elif planned.troubled:
         found.append(
             Finding("unsettled", Severity.WARNING, "a troubled step was let through", None)
+        )
+    if judged.spike.level == 2:
+        found.append(
+            Finding(
+                "persistent_spike",
+                Severity.WARNING,
+                "several spike steps close together: no lone outlier",
+                observation.loss,
+            )
         )
     if planned.accept_level:
         found.append(

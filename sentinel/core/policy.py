@@ -14,7 +14,6 @@ Units:   steps, unless the name says otherwise; margins and drifts in ln(nats).
 from __future__ import annotations
 
 import dataclasses
-import math
 import tomllib
 import types
 import typing
@@ -25,6 +24,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from sentinel.core import bounds
 from sentinel.core.detectors.attention_logit import AttentionLogitConfig
 from sentinel.core.detectors.grad_norm import NormConfig
 from sentinel.core.detectors.level_shift import ShiftConfig
@@ -35,15 +35,6 @@ from sentinel.core.errors import ConfigError
 from sentinel.core.types import Mode, Severity
 
 SHIPPED = ("default", "observe")
-
-
-def _bounds(where: str, **checks: tuple[float, float, float]) -> None:
-    """Raise ConfigError for the first value outside its inclusive bounds (value, low, high)."""
-    for name, (value, low, high) in checks.items():
-        if not (math.isfinite(value) and low <= value <= high):
-            upper = f" and {high:g}" if math.isfinite(high) else ""
-            relation = f"lie between {low:g}{upper}" if upper else f"be at least {low:g}"
-            raise ConfigError(f"{where}.{name} must {relation}, got {value:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +57,7 @@ class RuleConfig:
 
     def check(self, where: str) -> None:
         """Raise ConfigError when a field makes no sense; `where` is the rule's TOML path."""
-        _bounds(
+        bounds.check(
             where,
             **{
                 "for": (self.for_steps, 1, 10_000),
@@ -111,7 +102,7 @@ class SkipConfig:
     data: int = 20  # in one incident, on the canary's verdict "data"; then let through
 
     def __post_init__(self) -> None:
-        _bounds(
+        bounds.check(
             "skip",
             in_a_row=(self.in_a_row, 1, 10_000),
             in_window=(self.in_window, 1, 100_000),
@@ -146,7 +137,7 @@ class RollbackConfig:
     halt_when_spent: bool = False
 
     def __post_init__(self) -> None:
-        _bounds(
+        bounds.check(
             "rollback",
             budget=(self.budget, 0, 1000),
             window=(self.window, 1, 10_000_000),
@@ -171,7 +162,7 @@ class LrCutConfig:
     again_rewarm: int = 200
 
     def __post_init__(self) -> None:
-        _bounds(
+        bounds.check(
             "lr",
             cut=(self.cut, 0.001, 1.0),
             floor=(self.floor, 0.0, 1.0),
@@ -198,7 +189,7 @@ class CanaryConfig:
     margin: float = 0.05
 
     def __post_init__(self) -> None:
-        _bounds("canary", age=(self.age, 1, 10_000), margin=(self.margin, 0.0, 10.0))
+        bounds.check("canary", age=(self.age, 1, 10_000), margin=(self.margin, 0.0, 10.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +208,7 @@ class SnapshotConfig:
     older_by: int = 500
 
     def __post_init__(self) -> None:
-        _bounds(
+        bounds.check(
             "snapshots",
             ram_every=(self.ram_every, 1, 10_000_000),
             confirm=(self.confirm, 1, 1_000_000),
@@ -250,7 +241,7 @@ class Policy:
         for f in dataclasses.fields(self.rules):
             rule: RuleConfig = getattr(self.rules, f.name)
             rule.check(f"rules.{f.name}")
-        _bounds("policy", report_after=(self.report_after, 1, 10_000_000))
+        bounds.check("policy", report_after=(self.report_after, 1, 10_000_000))
         if self.mode is Mode.OFF:
             raise ConfigError("mode must be 'act' or 'observe', got 'off'; to stop, use detach()")
 
@@ -288,6 +279,15 @@ class Policy:
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"policy {name!r} is not valid TOML: {error}") from error
         data.setdefault("name", name)
+        return typing.cast(Policy, _build(cls, data, ""))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Policy:
+        """The inverse of to_dict().
+
+        Raises:
+            ConfigError: a setting makes no sense.
+        """
         return typing.cast(Policy, _build(cls, data, ""))
 
     def with_mode(self, mode: Mode | str | None) -> Policy:
