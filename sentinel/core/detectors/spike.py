@@ -117,7 +117,7 @@ class SpikeState:
         recent: the last `persist_window` steps as bits, newest lowest: 1 = hot.
         hot: the thresholds for staying hot are in force.
         clean: clean steps since the last hot one.
-        age: hot steps since it became hot.
+        age: hot steps since it became hot; 0 when not hot.
         run: hot steps in a row; `excess` is their summed r.
     """
 
@@ -261,7 +261,7 @@ def _hot(
     recent = ((state.recent << 1) | 1) & ((1 << config.persist_window) - 1)
     run = state.run + 1
     excess = state.excess + r
-    age = (state.age if state.hot else 0) + 1
+    age = state.age + 1
     if not grad_finite:
         level = 3
     elif recent.bit_count() >= config.persist_hot or (
@@ -290,9 +290,10 @@ def _hot(
 def _nonfinite_loss(state: SpikeState, config: SpikeConfig) -> tuple[SpikeState, SpikeReading]:
     """A loss that is no number: hot, but no evidence of where the level is now."""
     recent = ((state.recent << 1) | 1) & ((1 << config.persist_window) - 1)
-    age = state.age if state.hot else 0
     return (
-        SpikeState(state.losses, state.norms, recent, True, 0, age, state.run + 1, state.excess),
+        SpikeState(
+            state.losses, state.norms, recent, True, 0, state.age, state.run + 1, state.excess
+        ),
         SpikeReading(Status.NONFINITE, level=3, hot=True),
     )
 
@@ -311,7 +312,9 @@ def _warm_up(
         reading = SpikeReading(Status.WARMING_UP)
     else:
         reading = SpikeReading(Status.NONFINITE, level=3)
-    return SpikeState((*state.losses, y), norms, recent, hot, clean, state.age), reading
+    return SpikeState(
+        (*state.losses, y), norms, recent, hot, clean, state.age if hot else 0
+    ), reading
 
 
 def _baseline(seen: tuple[float, ...], floor: float) -> tuple[float, float]:
