@@ -423,7 +423,8 @@ def _trouble(
         snapshots=snapshots,
         counters=new,
     )
-    if planned.no_target and not observing:
+    acting = policy.mode is Mode.ACT and ledger.automation
+    if planned.no_target and not observing and acting:
         ledger = replace(ledger, lr=_cut(ledger, policy))
     elif outcome.applied and ledger.lr.factor < 1.0:
         ledger = replace(ledger, lr=_tick(ledger.lr))
