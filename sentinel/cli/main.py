@@ -1,11 +1,257 @@
-"""Entry point of the `sentinel` command."""
+"""The `sentinel` command.
+
+    sentinel serve | status | replay | demo | policy      (--help on each)
+
+Exit status: 0, or 1 when it was asked for something that it could not do, or 2 for bad usage.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
 from sentinel import __version__
+from sentinel.client import TOKEN_VARIABLE, Client
+from sentinel.core.errors import SentinelError
+from sentinel.core.policy import SHIPPED, Policy
+from sentinel.traces.replay import replay as run_replay
+from sentinel.wire import codec
+
+SIDECAR_VARIABLE = "SENTINEL_SIDECAR"
+DEFAULT_PORT = 8123
+STATUS_DEADLINE_S = 5.0
+SHOWN_DIFFERENCES = 20
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    print(f"sentinel {__version__}")
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] == ["demo"]:
+        return demo(arguments[1:])  # its options are its own
+    options = build_parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except SentinelError as error:
+        print(f"sentinel: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader has gone (a pager, head): not an error of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="sentinel", description="Watch a PyTorch run, and undo the step that broke it."
+    )
+    parser.add_argument("--version", action="version", version=f"sentinel {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve_ = commands.add_parser("serve", help="run a sidecar")
+    serve_.add_argument("--port", type=_port, help="TCP port; 0 takes a free one")
+    serve_.add_argument("--host", default="127.0.0.1", help="address of --port (%(default)s)")
+    serve_.add_argument("--uds", metavar="PATH", help="Unix socket, made with mode 0660")
+    serve_.add_argument(
+        "--policy", metavar="P", help="policy for runs that did not choose one: a name or a file"
+    )
+    serve_.add_argument(
+        "--lost-after",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds of silence after which a run is lost (%(default)g)",
+    )
+    serve_.add_argument("--verbose", action="store_true", help="log what happens to runs")
+    serve_.set_defaults(run=serve)
+
+    status_ = commands.add_parser("status", help="what a sidecar says of its runs")
+    status_.add_argument("name", nargs="?", metavar="RUN", help="one run, in full")
+    status_.add_argument(
+        "--sidecar",
+        metavar="URL",
+        default=os.environ.get(SIDECAR_VARIABLE) or f"http://127.0.0.1:{DEFAULT_PORT}",
+        help=f"http://host:port or unix:///path (${SIDECAR_VARIABLE}, else %(default)s)",
+    )
+    status_.add_argument("--json", action="store_true", help="as JSON")
+    status_.set_defaults(run=status)
+
+    replay_ = commands.add_parser("replay", help="decide a recorded run again")
+    replay_.add_argument("directory", metavar="RUN", help="directory of the recorded run")
+    replay_.add_argument("--policy", metavar="P", help="another policy: a name or a file")
+    replay_.add_argument("--json", action="store_true", help="as JSON")
+    replay_.set_defaults(run=replay)
+
+    commands.add_parser("demo", help="a run goes wrong and is saved (needs torch)", add_help=False)
+
+    policy_ = commands.add_parser("policy", help="show or check a policy")
+    verbs = policy_.add_subparsers(required=True, metavar="COMMAND")
+    for verb, about in (
+        ("show", "every setting, defaults spelled out"),
+        ("check", "read it, say whether it is sound"),
+    ):
+        one = verbs.add_parser(verb, help=about)
+        one.add_argument(
+            "source", metavar="NAME|PATH", help=f"{', '.join(SHIPPED)}, or a TOML file"
+        )
+        one.add_argument("--json", action="store_true", help="as JSON")
+        one.set_defaults(run=show_policy if verb == "show" else check_policy)
+    return parser
+
+
+def _port(text: str) -> int:
+    try:
+        port = int(text)
+    except ValueError:
+        port = -1
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 65535, got {text!r}")
+    return port
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Run a sidecar until it is told to stop."""
+    try:
+        from sentinel.sidecar.serve import serve as run_sidecar
+        from sentinel.sidecar.settings import Settings
+    except ModuleNotFoundError as error:
+        print(
+            f"sentinel serve needs {error.name}, which is not installed here; install it with: "
+            "pip install 'torch-sentinel[sidecar]'",
+            file=sys.stderr,
+        )
+        return 1
+    logging.basicConfig(
+        level=logging.INFO if options.verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(message)s",
+    )
+    for noisy in ("apscheduler", "uvicorn"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    settings = Settings(
+        policy=Policy.load(options.policy) if options.policy else None,
+        token=os.environ.get(TOKEN_VARIABLE, ""),
+        lost_after_s=options.lost_after,
+    )
+    if options.port is None and options.uds is None:
+        options.port = DEFAULT_PORT
+    run_sidecar(
+        settings,
+        port=options.port,
+        host=options.host,
+        uds=options.uds,
+        say=lambda line: print(line, flush=True),
+    )
     return 0
+
+
+def status(options: argparse.Namespace) -> int:
+    """Ask a sidecar for its runs, or for one of them."""
+    client = Client(options.sidecar)
+    path = "/v1/runs" + (f"/{options.name}" if options.name else "")
+    try:
+        data: dict[str, Any] = json.loads(client.get(path, deadline_s=STATUS_DEADLINE_S))
+    finally:
+        client.close()
+    if options.json or options.name:
+        print(json.dumps(data, indent=2))
+        return 0
+    rows = data["runs"]
+    if not rows:
+        print("no runs")
+    for row in rows:
+        print(
+            f"{row['run']:<24} {row['state']:<9} step {_shown(row['step']):<8} "
+            f"loss {_shown(row['loss']):<10} norm {_shown(row['grad_norm']):<10} "
+            f"{row['protection']:<8} policy {row['policy']}"
+            + ("" if row["decides"] else f"  records only: {row['reason']}")
+        )
+    return 0
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def replay(options: argparse.Namespace) -> int:
+    """Decide a recorded run again; status 1 when its own policy decides otherwise than then."""
+    policy = Policy.load(options.policy) if options.policy else None
+    report = run_replay(options.directory, policy)
+    if options.json:
+        print(codec.to_json(report, indent=2).decode())
+    else:
+        print(
+            f"{report.run}: {report.steps} steps, {report.events} events, policy {report.policy}"
+            + (" as recorded" if report.same_policy else ", not the recorded one")
+        )
+        print(
+            f"decided differently {report.different}, states that differ "
+            f"{report.state_mismatches}, unverified {report.unverified}, "
+            f"unreadable {report.lost_bytes} bytes"
+        )
+        for d in report.differences[:SHOWN_DIFFERENCES]:
+            print(
+                f"step {d.step}: recorded {d.recorded.action.name.lower()} {d.recorded.rule}, "
+                f"now {d.recomputed.action.name.lower()} {d.recomputed.rule} "
+                f"{d.recomputed.reason}".rstrip()
+            )
+    return 1 if report.same_policy and not report.identical else 0
+
+
+def demo(arguments: list[str]) -> int:
+    """Run the demo in a process of its own: this one never imports torch."""
+    command = [sys.executable, "-m", "sentinel_hooks.demo", *arguments]
+    return subprocess.call(command)  # noqa: S603 (our own module, no shell)
+
+
+def show_policy(options: argparse.Namespace) -> int:
+    """Print a policy with every default spelled out."""
+    policy = Policy.load(options.source)
+    if options.json:
+        print(codec.to_json(policy.to_dict(), indent=2).decode())
+    else:
+        print("\n".join(_toml(policy.to_dict())))
+    return 0
+
+
+def check_policy(options: argparse.Namespace) -> int:
+    """Say whether a policy is sound; a broken one raises ConfigError."""
+    policy = Policy.load(options.source)
+    digest = codec.policy_hash(policy).hex()
+    if options.json:
+        print(json.dumps({"ok": True, "name": policy.name, "mode": policy.mode, "hash": digest}))
+    else:
+        print(f"{policy.name}: sound, mode {policy.mode}, hash {digest}")
+    return 0
+
+
+def _toml(table: dict[str, Any], prefix: str = "") -> list[str]:
+    """A nested table as TOML that Policy.parse reads back to the same policy."""
+    lines = [f"{k} = {_toml_value(v)}" for k, v in table.items() if not isinstance(v, dict)]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            path = f"{prefix}.{key}" if prefix else key
+            inner = _toml(value, path)
+            plain = any(not isinstance(v, dict) for v in value.values())
+            lines += ["", *([f"[{path}]"] if plain else []), *inner]
+    return lines
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    return repr(value)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,191 @@
+"""Listening: sockets bound by ourselves, and the server around the application.
+
+    serve(settings, port=8123)            or uds="/run/sentinel/sentinel.sock", or both
+
+uvicorn's own --uds makes the socket 0666 for a moment or for good: here it is bound under a umask,
+0660 from the first moment on. A bind that others can reach is refused without a token.
+
+Errors:  ConfigError for an address that cannot be used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import stat
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import uvicorn
+
+from sentinel.core.errors import ConfigError
+from sentinel.sidecar.app import create_app
+from sentinel.sidecar.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+UMASK = 0o117  # leaves 0660
+BACKLOG = 1024
+
+
+def bind_tcp(host: str, port: int, token: str) -> socket.socket:
+    """A bound TCP socket.
+
+    Raises:
+        ConfigError: the address is not free, or is open to others and there is no token.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(
+            f"host must be an address of this machine, got {host!r}: {error}"
+        ) from error
+    family, kind, protocol, _, address = found[0]
+    if not token and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        raise ConfigError(
+            f"host must be a loopback address while there is no token, got {host!r}: whoever "
+            "answers a step steers the run; set SENTINEL_TOKEN here and in the trainers, or use "
+            "--uds"
+        )
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+    return sock
+
+
+def bind_uds(path: str) -> socket.socket:
+    """A bound Unix socket of mode 0660; a dead one at that path is replaced.
+
+    Raises:
+        ConfigError: something else is there, a live sidecar listens, or the path cannot be made.
+    """
+    where = Path(path)
+    try:
+        if where.exists() or where.is_symlink():
+            _clear(where)
+        where.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the socket {path}: {error}") from error
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(UMASK)
+    try:
+        sock.bind(path)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {path}: {error}") from error
+    finally:
+        os.umask(before)
+    return sock
+
+
+def _clear(where: Path) -> None:
+    if not stat.S_ISSOCK(where.lstat().st_mode):
+        raise ConfigError(f"uds must be a path for a socket, but {where} is something else")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(where))
+        except (ConnectionRefusedError, FileNotFoundError):
+            with suppress(FileNotFoundError):
+                where.unlink()
+            return
+        except OSError as error:
+            raise ConfigError(f"cannot tell whether {where} is in use: {error}") from error
+    raise ConfigError(f"a sidecar listens on {where} already")
+
+
+def serve(
+    settings: Settings,
+    *,
+    port: int | None = None,
+    host: str = "127.0.0.1",
+    uds: str | None = None,
+    say: Callable[[str], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT; requests in flight are finished first.
+
+    Args:
+        say: told one line when it listens.
+
+    Raises:
+        ConfigError: nowhere to listen, or the address cannot be used.
+    """
+    if port is None and uds is None:
+        raise ConfigError("sentinel serve needs --port N or --uds PATH")
+    sockets: list[socket.socket] = []
+    where: list[str] = []
+    try:
+        if port is not None:
+            tcp = bind_tcp(host, port, settings.token)
+            sockets.append(tcp)
+            name = tcp.getsockname()
+            shown = f"[{name[0]}]" if ":" in name[0] else name[0]
+            where.append(f"http://{shown}:{name[1]}")
+        if uds is not None:
+            sockets.append(bind_uds(uds))
+            where.append(f"unix://{Path(uds).absolute()}")
+        for sock in sockets:
+            sock.listen(BACKLOG)
+        app = create_app(settings, clock=time.time, timer=time.perf_counter)  # noqa: TID251 (the shell)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,  # a forwarded header must not decide who is local
+            server_header=False,
+            timeout_graceful_shutdown=5,
+            timeout_keep_alive=600,
+            lifespan="on",
+        )
+        policy = "the trainer's" if settings.policy is None else settings.policy.name
+        with _signals_end_quietly():
+            asyncio.run(
+                _run(
+                    uvicorn.Server(config),
+                    sockets,
+                    lambda: say(
+                        f"sentinel listening on {' and '.join(where)} policy={policy} "
+                        f"pid={os.getpid()}"
+                    ),
+                )
+            )
+    finally:
+        for sock in sockets:
+            sock.close()
+        if uds is not None and len(sockets) == (port is not None) + 1:
+            with suppress(FileNotFoundError):
+                os.unlink(uds)
+
+
+@contextmanager
+def _signals_end_quietly() -> Generator[None]:
+    """uvicorn raises the signal again that made it stop: let it end in a handler of ours."""
+    before = {
+        number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def _run(
+    server: uvicorn.Server, sockets: list[socket.socket], listening: Callable[[], None]
+) -> None:
+    serving = asyncio.create_task(server.serve(sockets=sockets))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if server.started:
+        listening()
+    await serving
