@@ -236,14 +236,14 @@ def _settle(
         and not judged.nonfinite
     )
     bound = False
-    if skip and not accept_level and not back:
+    if skip and not accept_level:
         windowed = sum(1 for s in ledger.skips if s > step - policy.skip.window)
         bound = (
             ledger.skip_run >= policy.skip.in_a_row or windowed >= policy.skip.in_window
         ) and rules.skip_bound.mode is not Mode.OFF
         if bound and verdict is Verdict.DATA:
             accept_level = not judged.nonfinite
-        elif bound:
+        elif bound and not back:
             back = "skip_bound"
             back_reason = (
                 f"{ledger.skip_run} steps skipped in a row, {windowed} in the last "

@@ -272,6 +272,20 @@ def test_a_gradient_scale_that_jumps_for_good_is_not_skipped_for_ever() -> None:
     assert set(actions[7:]) == {GO}
 
 
+@pytest.mark.parametrize("snapshots", [True, False])
+@pytest.mark.parametrize("faulty", [{"loss": 4.0}, {"loss": 4.0, "norm": 50.0}])
+def test_the_skip_bound_holds_where_a_rollback_is_wanted_but_may_not_be_done(
+    faulty: dict[str, float], snapshots: bool
+) -> None:
+    """Budget spent, in cooldown or without a snapshot: hot for ever must not be skipped for ever."""
+    run = Run(snapshots=snapshots)
+    run.calm(36)
+    actions = [run.step(**faulty).action for _ in range(120)]
+    text = "".join(a.name[0] for a in actions)
+    assert "S" * 7 not in text
+    assert text.endswith("P" * 60)
+
+
 def test_nan_gradients_for_ever_are_never_let_through() -> None:
     run = Run()
     run.calm(36)
