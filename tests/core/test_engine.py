@@ -277,7 +277,7 @@ def test_a_gradient_scale_that_jumps_for_good_is_not_skipped_for_ever() -> None:
 def test_the_skip_bound_holds_where_a_rollback_is_wanted_but_may_not_be_done(
     faulty: dict[str, float], snapshots: bool
 ) -> None:
-    """Budget spent, in cooldown or without a snapshot: hot for ever must not be skipped for ever."""
+    """Budget spent, in cooldown or without a snapshot: hot for ever is not skipped for ever."""
     run = Run(snapshots=snapshots)
     run.calm(36)
     actions = [run.step(**faulty).action for _ in range(120)]
