@@ -1,0 +1,1 @@
+"""Cost tables: printed, not asserted."""
