@@ -1,0 +1,95 @@
+"""Actuators: leave this step out, or multiply its learning rate; and put everything back.
+
+    held = hold_back(optimizer)        no gradient is left: optimizer.step() moves nothing
+    held.give_back()                   gradients and optimizer state as they were, bit for bit
+
+    cut = scale_lr(optimizer, 0.5)     every group's lr times 0.5
+    cut.undo()                         the very objects that were there before
+
+A step without gradients is the only skip that every torch optimizer honours: zeroed gradients
+still move momentum and weight decay, and an update times zero is NaN where the gradient was. Some
+optimizers touch counters or make state even then (LBFGS, fused ones at their first step): the
+state dictionaries are kept by reference and put back.
+
+Purity:  neither waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class HeldBack:
+    """One optimizer's gradients, taken away for the length of one step()."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._grads = [
+            (p, p.grad) for g in optimizer.param_groups for p in g["params"] if p.grad is not None
+        ]
+        self._groups = [
+            {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups
+        ]
+        self._state = {
+            key: dict(value) if isinstance(value, dict) else value
+            for key, value in optimizer.state.items()
+        }
+        for p, _ in self._grads:
+            p.grad = None
+
+    def give_back(self) -> None:
+        """Gradients, group entries and state as they were."""
+        for p, grad in self._grads:
+            p.grad = grad
+        for group, kept in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for key, value in kept.items():
+                if group.get(key) is not value:
+                    group[key] = value
+        state = self._optimizer.state
+        for key in [k for k in state if k not in self._state]:
+            del state[key]
+        for key, kept_value in self._state.items():
+            live = state.get(key)
+            if isinstance(live, dict) and isinstance(kept_value, dict):
+                live.clear()
+                live.update(kept_value)
+            elif live is not kept_value:
+                state[key] = kept_value
+
+
+class ScaledLr:
+    """One optimizer's learning rates, multiplied for the length of one step()."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        self._groups: list[tuple[dict[str, Any], Any, Tensor | None]] = []
+        for group in optimizer.param_groups:
+            lr = group["lr"]
+            if isinstance(lr, Tensor):
+                # In place: a captured or compiled step holds on to this very tensor.
+                self._groups.append((group, lr, lr.detach().clone()))
+                lr.mul_(factor)
+            else:
+                self._groups.append((group, lr, None))
+                group["lr"] = lr * factor
+
+    def undo(self) -> None:
+        """The original value, put back and never divided out."""
+        for group, original, kept in self._groups:
+            if kept is not None:
+                original.copy_(kept)
+            group["lr"] = original
+
+
+@torch.no_grad()
+def hold_back(optimizer: torch.optim.Optimizer) -> HeldBack:
+    """Take the gradients away; the caller must give them back after step()."""
+    return HeldBack(optimizer)
+
+
+@torch.no_grad()
+def scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> ScaledLr:
+    """Multiply the learning rates; the caller must undo it after step()."""
+    return ScaledLr(optimizer, factor)

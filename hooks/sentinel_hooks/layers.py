@@ -1,0 +1,116 @@
+"""The layer table: which parameters belong to which layer, in a fixed order.
+
+    table = LayerTable.of(models)
+    table.layers[i].name              the module's FQN, the name used everywhere
+    table.index(parameters)           the layer of each parameter; OTHER for one that has none
+
+A layer is a module that owns trainable or frozen parameters itself (not only through its children).
+A tied parameter belongs to the first module that owns it, so that it is counted once. Lazily made
+parameters are there from the start: torch keeps the Parameter object and only gives it a shape.
+The table is fixed at attach: parameters added later to a listed module are counted there, those of
+a new module count in the global norm only (`OTHER`), and status() says so.
+
+Shapes:  per-layer columns have shape [L], L = len(table.layers).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+OTHER = -1
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One row of the table.
+
+    Attributes:
+        kind: the module's class.
+        block: the first number in the FQN, which is the block index by custom; None without one.
+        attention: the module, or one around it, is an attention by name.
+    """
+
+    name: str
+    kind: str
+    block: int | None
+    attention: bool
+    parameters: int
+
+
+class LayerTable:
+    """Layers of the watched models; knows the layer of each of their parameters."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Table of `models`; with several models each name starts with the model's number."""
+        self._models = tuple(models)
+        self._modules: list[nn.Module] = []
+        self.layers: tuple[Layer, ...] = ()
+        self._build()
+
+    @classmethod
+    def of(cls, models: Sequence[nn.Module]) -> LayerTable:
+        """The table of `models`."""
+        return cls(models)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table as plain values, for the trace and the sidecar."""
+        return [asdict(layer) for layer in self.layers]
+
+    def index(self, parameters: Iterable[nn.Parameter]) -> npt.NDArray[np.intp]:
+        """The layer of each parameter, OTHER (-1) where no listed module owns it."""
+        owner: dict[int, int] = {}
+        for i, module in enumerate(self._modules):
+            for parameter in module.parameters(recurse=False):
+                owner.setdefault(id(parameter), i)
+        return np.array([owner.get(id(p), OTHER) for p in parameters], dtype=np.intp)
+
+    def _build(self) -> None:
+        layers: list[Layer] = []
+        seen: set[int] = set()
+        for number, model in enumerate(self._models):
+            prefix = f"{number}." if len(self._models) > 1 else ""
+            for name, module in model.named_modules():
+                own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+                if not own:
+                    continue
+                seen.update(id(p) for p in own)
+                name = prefix + (_clean(name) or type(module).__name__)
+                block = _NUMBER.search(name[len(prefix) :])
+                layers.append(
+                    Layer(
+                        name=name,
+                        kind=type(module).__name__,
+                        block=int(block[1]) if block else None,
+                        attention=bool(
+                            _ATTENTION.search(name) or _ATTENTION.search(type(module).__name__)
+                        ),
+                        parameters=sum(_numel(p) for p in own),
+                    )
+                )
+                self._modules.append(module)
+        self.layers = tuple(layers)
+
+
+def _clean(name: str) -> str:
+    """The FQN without the wrappers' own steps: the same layer has one name, compiled or not."""
+    return ".".join(
+        part
+        for part in name.split(".")
+        if part not in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+    )
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    return 0 if nn.parameter.is_lazy(parameter) else parameter.numel()

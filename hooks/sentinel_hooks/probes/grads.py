@@ -1,0 +1,262 @@
+"""Gradient probe: the L2 norm of every layer's gradient, and of all of them.
+
+    probe = GradProbe(optimizers, table)
+    pending = probe.measure(members, scales)      tensors on the device, nothing read yet
+    norms = probe.resolve(pending, values)        float64 on the host
+
+One `_foreach_norm` over the gradients, or the norms that the user's clip computed anyway (see
+seams/clip_tap): then measuring costs nothing. fp16 and bf16 gradients are accumulated in float32:
+without it fp16 overflows at 65,504 and bf16 is 1e-3 off. Squares are summed in float64 on the host,
+where 1e38 squared still fits.
+
+A norm that is not finite says that some gradient is not, or that finite ones were too large for
+float32: only then is the tensor measured again, in float64. With gradients that the user already
+clipped that is no longer possible, and the norm stays what torch's clip saw.
+
+Shapes:  layer_sq_L float64 [L] in the order of the layer table, not yet reduced across ranks; a
+         layer without gradient counts 0, nan and inf pass through.
+Purity:  measure() does not wait for the device; resolve() only in the non-finite case.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from sentinel_hooks.layers import LayerTable
+
+Float64 = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Member:
+    """One optimizer's parameters, cached until its groups change."""
+
+    optimizer: torch.optim.Optimizer
+    parameters: list[nn.Parameter]
+    layer_P: npt.NDArray[np.intp]  # OTHER is len(table) here: bincount wants no negatives
+    signature: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class PendingNorms:
+    """Norms on the device, by member; `grads` is empty where they came from the user's clip."""
+
+    norms: list[Tensor]
+    layers: list[npt.NDArray[np.intp]]
+    grads: list[list[Tensor]]
+    scales: list[float | None]
+
+
+@dataclass(slots=True)
+class Norms:
+    """What the gradients measured on this rank; squares add up across ranks, norms do not."""
+
+    total_sq: float
+    layer_sq_L: Float64
+
+
+class GradProbe:
+    """Measures the gradients of a group of optimizers."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], table: LayerTable) -> None:
+        self._table = table
+        self._clips: list[tuple[list[Tensor], Tensor]] = []
+        self.members = [Member(o, [], np.empty(0, np.intp), ()) for o in optimizers]
+        self.unlisted = 0
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look again at the groups: parameters may have been added, or replaced."""
+        if all(m.signature == _signature(m.optimizer) for m in self.members):
+            return
+        seen: set[int] = set()
+        self.unlisted = 0
+        for member in self.members:
+            fresh: list[nn.Parameter] = []
+            for group in member.optimizer.param_groups:
+                for p in group["params"]:
+                    if id(p) not in seen:
+                        seen.add(id(p))
+                        fresh.append(p)
+            layer_P = self._table.index(fresh)
+            other = layer_P < 0
+            self.unlisted += int(other.sum())
+            layer_P[other] = len(self._table)
+            member.parameters = fresh
+            member.layer_P = layer_P
+            member.signature = _signature(member.optimizer)
+
+    # -- the user's clip ---------------------------------------------------------------------
+
+    def clipped(
+        self, parameters: Sequence[Tensor], grads: Sequence[Tensor], norms: Tensor | None
+    ) -> None:
+        """The user's clip is about to scale `grads`: keep (or take) their norms."""
+        if norms is None:
+            norms = _concat(tensor_norms(grads))
+        if norms is not None:
+            self._clips.append((list(parameters), norms))
+
+    def forget_clips(self) -> None:
+        """The gradients have moved since, or were used: those norms are stale."""
+        if self._clips:
+            self._clips = []
+
+    @property
+    def has_clips(self) -> bool:
+        """The user has clipped since the gradients last moved."""
+        return bool(self._clips)
+
+    def _shared(self, owners: Sequence[Tensor]) -> tuple[Tensor, npt.NDArray[np.intp]] | None:
+        """Norms of `owners` from the user's clips, and the places of those that were clipped."""
+        if len(self._clips) == 1:
+            clipped, norms = self._clips[0]
+            if len(clipped) == len(owners) and all(map(operator.is_, clipped, owners)):
+                return norms, np.arange(len(owners))
+        where: dict[int, tuple[int, int]] = {}
+        for c, (clipped, _) in enumerate(self._clips):
+            for i, p in enumerate(clipped):
+                where.setdefault(id(p), (c, i))  # the first clip saw the unclipped gradient
+        places = [i for i, p in enumerate(owners) if id(p) in where]
+        if not places:
+            return None
+        found = [where[id(owners[i])] for i in places]
+        picked = torch.stack([self._clips[c][1][i].cpu() for c, i in found])
+        return picked, np.array(places, np.intp)
+
+    # -- measuring ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def measure(
+        self, members: Sequence[int], scales: Mapping[int, float | None] | None = None
+    ) -> PendingNorms:
+        """Norms of the gradients that `members` (indices) hold now.
+
+        Args:
+            scales: what a member's gradients are still multiplied by (an unfinished unscale).
+        """
+        pending = PendingNorms([], [], [], [])
+        for m in members:
+            member = self.members[m]
+            owners: Sequence[Tensor] = member.parameters
+            grads: list[Tensor] = [p.grad for p in owners]  # type: ignore[misc]
+            layer_P = member.layer_P
+            if any(g is None for g in grads):
+                have = [i for i, g in enumerate(grads) if g is not None]
+                owners = [owners[i] for i in have]
+                grads = [grads[i] for i in have]
+                layer_P = layer_P[have]
+            if not grads:
+                continue
+            scale = scales.get(m) if scales else None
+            if self._clips:
+                shared = self._shared(owners)
+                if shared is not None:
+                    norms, places = shared
+                    pending.norms.append(norms)
+                    pending.layers.append(layer_P[places])
+                    pending.grads.append([])
+                    pending.scales.append(None)  # the tap has seen to it
+                    if len(places) == len(owners):
+                        continue
+                    rest = sorted(set(range(len(owners))) - set(places.tolist()))
+                    grads = [grads[i] for i in rest]
+                    layer_P = layer_P[rest]
+            for norms, chosen in _by_device(tensor_norms(grads)):
+                pending.norms.append(norms)
+                pending.layers.append(layer_P if chosen is None else layer_P[chosen])
+                pending.grads.append(grads if chosen is None else [grads[i] for i in chosen])
+                pending.scales.append(scale)
+        return pending
+
+    def resolve(self, pending: PendingNorms, values: Sequence[Float64]) -> Norms | None:
+        """The squares, from the norms' values on the host; None without any gradient."""
+        if not values:
+            return None
+        layer_sq_L = np.zeros(len(self._table) + 1)
+        total_sq = 0.0
+        for i, value_P in enumerate(values):
+            sq_P = np.square(value_P)
+            total = float(sq_P.sum())
+            if not math.isfinite(total) and pending.grads[i]:
+                sq_P = np.square(_confirmed(value_P, pending.grads[i]))
+                total = float(sq_P.sum())
+            scale = pending.scales[i]
+            if scale is not None:
+                sq_P = sq_P / (scale * scale)
+                total /= scale * scale
+            total_sq += total
+            layer_sq_L += np.bincount(
+                pending.layers[i], weights=sq_P, minlength=len(self._table) + 1
+            )
+        return Norms(total_sq, layer_sq_L[:-1])
+
+
+@torch.no_grad()
+def tensor_norms(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The L2 norm of each tensor, a scalar where the tensor lies; dense or sparse, any dtype."""
+    if not grads:
+        return []
+    # Widening is free, narrowing raises: a mixture that starts narrow takes the slow way.
+    dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
+    try:
+        return list(torch._foreach_norm(grads, 2, dtype=dtype))
+    except (RuntimeError, NotImplementedError):
+        return [_norm(g) for g in grads]
+
+
+def _norm(grad: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    if grad.is_sparse:
+        grad = grad.coalesce().values()
+    elif grad.layout is not torch.strided:
+        grad = grad.values()
+    if grad.is_complex():
+        grad = torch.view_as_real(grad)
+    if dtype is None:
+        dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(grad, 2, dtype=dtype)
+
+
+def _confirmed(value_P: Float64, grads: Sequence[Tensor]) -> Float64:
+    """Measure non-finite ones again in float64: finite entries may have been too large."""
+    value_P = value_P.copy()
+    for i in np.flatnonzero(~np.isfinite(value_P)):
+        value_P[i] = float(_norm(grads[i].detach(), torch.float64))
+    return value_P
+
+
+def _by_device(norms: Sequence[Tensor]) -> list[tuple[Tensor, list[int] | None]]:
+    """One stacked vector for each device, with the places of its norms (None: all)."""
+    if not norms:
+        return []
+    first = norms[0].device
+    if all(n.device == first for n in norms):
+        return [(torch.stack(list(norms)), None)]
+    places: dict[torch.device, list[int]] = {}
+    for i, n in enumerate(norms):
+        places.setdefault(n.device, []).append(i)
+    return [(torch.stack([norms[i] for i in chosen]), chosen) for chosen in places.values()]
+
+
+def _concat(norms: Sequence[Tensor]) -> Tensor | None:
+    if not norms:
+        return None
+    first = norms[0].device
+    return torch.stack([n.to(first) for n in norms])
+
+
+def _signature(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """Changes when parameters are added, removed or replaced wholesale."""
+    signature: list[int] = []
+    for group in optimizer.param_groups:
+        params = group["params"]
+        signature += (len(params), id(params[0]) if params else 0, id(params[-1]) if params else 0)
+    return tuple(signature)

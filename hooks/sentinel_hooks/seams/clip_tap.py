@@ -1,0 +1,137 @@
+"""Clip tap: the per-tensor norms before clipping, which clipping computes anyway.
+
+    CLIP_TAP.subscribe(listener)       listener.on_clip(parameters, norms, grads)
+    CLIP_TAP.unsubscribe(listener)
+
+Wraps `_get_total_norm` and `_clip_grads_with_norm_` of torch.nn.utils.clip_grad and their public
+names. They are looked up at call time, so that an early `from ... import clip_grad_norm_` is
+covered too. In the usual case (2-norm, plain float32 or float64 tensors on one device) the wrapper
+does what torch does, minus the grouping, and keeps the norms: bitwise equal, and no dearer. Every
+other case goes to torch's own code, and the listener measures before the gradients are scaled.
+
+`error_if_nonfinite=True` raises as the user asked, before any gate could skip the step: that is an
+explicit wish, and stays one.
+
+Shapes:  norms float32 or float64 [n], one for each parameter that has a gradient, not yet read.
+Purity:  does not wait for the device, except where torch does (error_if_nonfinite).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from sentinel_hooks.seams.patch import Patch
+
+_FAST_DTYPES = (torch.float32, torch.float64)
+_FAST_TYPES = (Tensor, torch.nn.Parameter)
+_FAST_DEVICES = ("cpu", "cuda")
+
+
+class ClipListener(Protocol):
+    """What the tap needs of a session; must not raise."""
+
+    def on_clip(
+        self, parameters: Sequence[Tensor], grads: Sequence[Tensor], norms: Tensor | None
+    ) -> None:
+        """Called before `grads` (of `parameters`) are scaled; norms None: measure them now."""
+        ...
+
+
+class ClipTap:
+    """The process-wide wrapper of torch's clipping, there while somebody listens."""
+
+    def __init__(self) -> None:
+        self._listeners: list[ClipListener] = []
+        self._patches: list[Patch] = []
+        self._measured: tuple[list[Tensor], Tensor] | None = None
+
+    def subscribe(self, listener: ClipListener) -> None:
+        """Tell `listener` of every clip from now on."""
+        if not self._listeners and not self._patches:
+            self._install()
+        self._listeners.append(listener)
+
+    def unsubscribe(self, listener: ClipListener) -> None:
+        """Stop telling `listener`; the last one to go takes the wrappers with it."""
+        self._listeners = [other for other in self._listeners if other is not listener]
+        if not self._listeners:
+            self._measured = None
+            self._patches = [p for p in self._patches if not p.remove()]
+
+    def _install(self) -> None:
+        total_norm = clip_grad._get_total_norm
+        clip = clip_grad._clip_grads_with_norm_
+
+        def get_total_norm(
+            tensors: Any,
+            norm_type: float = 2.0,
+            error_if_nonfinite: bool = False,
+            foreach: bool | None = None,
+        ) -> Tensor:
+            self._measured = None
+            if self._listeners and foreach is not False and float(norm_type) == 2.0:
+                tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+                fast = _fast_norms(tensors)
+                if fast is not None:
+                    total = torch.linalg.vector_norm(fast, 2.0)
+                    if not error_if_nonfinite or bool(torch.isfinite(total)):
+                        self._measured = (tensors, fast)
+                        return total
+            return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+
+        def clip_grads_with_norm_(
+            parameters: Any,
+            max_norm: float,
+            total_norm: Tensor,
+            foreach: bool | None = None,
+        ) -> None:
+            measured, self._measured = self._measured, None
+            if self._listeners:
+                parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+                owners = [p for p in parameters if p.grad is not None]
+                grads = [p.grad for p in owners]
+                norms = None
+                if measured is not None and _same(measured[0], grads):
+                    norms = measured[1]
+                for listener in self._listeners:
+                    listener.on_clip(owners, grads, norms)
+            clip(parameters, max_norm, total_norm, foreach)
+
+        get_total_norm.__wrapped__ = total_norm  # type: ignore[attr-defined]
+        clip_grads_with_norm_.__wrapped__ = clip  # type: ignore[attr-defined]
+        public = torch.nn.utils
+        self._patches = [
+            Patch(clip_grad, "_get_total_norm", get_total_norm),
+            Patch(clip_grad, "_clip_grads_with_norm_", clip_grads_with_norm_),
+            Patch(public, "get_total_norm", get_total_norm),
+            Patch(public, "clip_grads_with_norm_", clip_grads_with_norm_),
+        ]
+
+
+@torch.no_grad()
+def _fast_norms(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The 2-norms as torch's foreach path computes them, shape [n]; None when it would not."""
+    if not tensors:
+        return None
+    kinds = {(type(t), t.dtype, t.device) for t in tensors}
+    if len(kinds) != 1:
+        return None
+    kind, dtype, device = kinds.pop()
+    if kind not in _FAST_TYPES or dtype not in _FAST_DTYPES or device.type not in _FAST_DEVICES:
+        return None
+    try:
+        return torch.stack(torch._foreach_norm(tensors, 2.0))
+    except (RuntimeError, NotImplementedError):
+        return None  # sparse, say: torch's own code raises its own error
+
+
+def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+
+
+CLIP_TAP = ClipTap()

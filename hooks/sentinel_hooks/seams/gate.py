@@ -1,0 +1,193 @@
+"""The gate: the last moment before an optimizer moves, and the first after it.
+
+    gate = Gate(optimizer, driver)        hooks in
+    gate.remove()                         hooks out
+
+Step pre- and post-hook on the innermost optimizer. The pre-hook asks the driver for a plan and
+carries it out: take the gradients away (skip), or multiply the learning rate; the post-hook puts
+everything back. `optimizer.step()` itself always runs, so that LR schedulers, GradScaler and every
+rank's collectives see an ordinary step.
+
+With a closure (LBFGS, Lightning) the hook fires before the backward pass: the closure is run here,
+once, and step() is handed its result. An error of the user's closure is the user's: it passes.
+
+Also wraps `optimizer.zero_grad` (an accumulation that is thrown away is no step) and
+`scaler.update` (on overflow the scaler never calls step(), so no hook fires).
+
+Purity:  hooks run with grad enabled: everything of ours here runs under no_grad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sentinel_hooks.actuators import HeldBack, ScaledLr, hold_back, scale_lr
+from sentinel_hooks.errors import TrainingHalted
+from sentinel_hooks.guard import Guard
+from sentinel_hooks.seams.patch import Patch
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What is to be done with one optimizer's step.
+
+    Attributes:
+        hold: take the gradients away.
+        lr_factor: multiply the learning rates by it, unless held.
+        halt: raise TrainingHalted with this message after the step; "" for no.
+    """
+
+    hold: bool = False
+    lr_factor: float = 1.0
+    halt: str = ""
+
+
+class StepDriver(Protocol):
+    """What the gate needs of a session."""
+
+    def listening(self) -> bool:
+        """False: let everything pass unseen (off, detached, or masked)."""
+        ...
+
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> StepPlan | None:
+        """Gradients are final: what shall be done? Runs under the guard and no_grad."""
+        ...
+
+    def after_step(self, optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:
+        """step() has run and everything is put back. Runs under the guard and no_grad."""
+        ...
+
+    def zeroed(self, optimizer: torch.optim.Optimizer) -> None:
+        """The user dropped the gradients."""
+        ...
+
+
+class Gate:
+    """One optimizer's hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, driver: StepDriver, guard: Guard) -> None:
+        self.optimizer = optimizer
+        self._driver = driver
+        self._guard = guard
+        self._plan: StepPlan | None = None
+        self._held: HeldBack | None = None
+        self._lr: ScaledLr | None = None
+        self.stepping = False
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+        zero_grad = optimizer.zero_grad
+
+        def watched_zero_grad(*args: Any, **kwargs: Any) -> None:
+            guard.run("zero_grad", driver.zeroed, optimizer)
+            zero_grad(*args, **kwargs)
+
+        self._zero_grad = Patch(optimizer, "zero_grad", watched_zero_grad)
+
+    def remove(self) -> None:
+        """Take the hooks out; whatever is still held back is given back first."""
+        self._put_back()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._zero_grad.remove()
+
+    # -- hooks -------------------------------------------------------------------------------
+
+    def _before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._driver.listening():
+            return None
+        self._put_back()  # a step() that raised has left its things here
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        call: _OnceRun | None = None
+        if callable(closure):
+            call = _OnceRun(closure)
+            if "closure" in kwargs:
+                kwargs = {**kwargs, "closure": call}
+            else:
+                args = (args[0], call, *args[2:])
+        with torch.no_grad():
+            plan = self._guard.run("gate", self._driver.before_step, optimizer, call is not None)
+            if plan is not None:
+                self._plan = plan
+                self._guard.run("act", self._act, plan)
+                if call is not None and plan.hold:
+                    call.freeze()
+        self.stepping = True
+        return (args, kwargs) if call is not None else None
+
+    def _act(self, plan: StepPlan) -> None:
+        if plan.hold:
+            self._held = hold_back(self.optimizer)
+        elif plan.lr_factor != 1.0:
+            self._lr = scale_lr(self.optimizer, plan.lr_factor)
+
+    def _after(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        plan = self._plan
+        if plan is None:
+            self.stepping = False
+            return
+        self._put_back()
+        with torch.no_grad():
+            self._guard.run("gate_after", self._driver.after_step, optimizer, plan)
+        if plan.halt:
+            raise TrainingHalted(plan.halt)
+
+    def _put_back(self) -> None:
+        self.stepping = False
+        self._plan = None
+        with torch.no_grad():
+            if self._held is not None:
+                held, self._held = self._held, None
+                self._guard.run("give_back", held.give_back)
+            if self._lr is not None:
+                lr, self._lr = self._lr, None
+                self._guard.run("undo_lr", lr.undo)
+
+
+class _OnceRun:
+    """The user's closure, run once ahead of step(); later calls really call it (line search)."""
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        self._closure = closure
+        with torch.enable_grad():
+            self._first = closure()
+        self._fresh = True
+        self._frozen = False
+
+    def freeze(self) -> None:
+        """The step is skipped: never evaluate again."""
+        self._frozen = True
+
+    def __call__(self) -> Any:
+        if self._frozen or self._fresh:
+            self._fresh = False
+            return self._first
+        return self._closure()
+
+
+class ScalerTap:
+    """Wraps `scaler.update`, where every step of a scaled loop arrives, overflow or not."""
+
+    def __init__(self, scaler: Any, before_update: Callable[[], None], guard: Guard) -> None:
+        update = scaler.update
+
+        def watched_update(*args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                guard.run("scaler", before_update)
+            return update(*args, **kwargs)
+
+        self._patch = Patch(scaler, "update", watched_update)
+
+    def remove(self) -> None:
+        """Give the scaler its own update back."""
+        self._patch.remove()

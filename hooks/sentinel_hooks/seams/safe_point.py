@@ -1,0 +1,66 @@
+"""Forward tap: a training forward pass of a watched model begins, and ends.
+
+    tap = ForwardTap(models, listener)
+    tap.remove()
+
+The beginning of the first training forward after all optimizers have stepped is the safe point:
+optimizer, scaler and scheduler are done, no graph is alive, no accumulation is open. Whether it is
+one is for the session to say. Hooks sit on the objects that the user calls; put them on the
+compiled wrapper, not on the module inside: while torch.compile traces, they do nothing and are
+compiled away, and the session falls back to the moment right after optimizer.step().
+
+Purity:  changes neither inputs nor outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class ForwardListener(Protocol):
+    """What the tap needs of a session; must not raise."""
+
+    def on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A training forward of `module` is about to begin."""
+        ...
+
+    def on_output(self, module: nn.Module, output: Any) -> None:
+        """It ended."""
+        ...
+
+
+class ForwardTap:
+    """Forward hooks on the root models."""
+
+    def __init__(self, models: Sequence[nn.Module], listener: ForwardListener) -> None:
+        self._listener = listener
+        self._handles = []
+        for model in models:
+            self._handles += [
+                model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
+                model.register_forward_hook(self._after, with_kwargs=True),
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks out."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module.training and torch.is_grad_enabled():
+            self._listener.on_forward(module, args, kwargs)
+
+    def _after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module.training and torch.is_grad_enabled():
+            self._listener.on_output(module, output)

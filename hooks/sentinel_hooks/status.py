@@ -1,0 +1,106 @@
+"""What session.status() answers: one value, readable as it is printed.
+
+print(session.status())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sentinel.core.state import Counters, Incident
+from sentinel.core.types import Mode, Protection
+from sentinel_hooks.link import LinkStatus
+
+
+@dataclass(frozen=True, slots=True)
+class BlindSpot:
+    """Something sentinel cannot see or do here, and the way out."""
+
+    what: str
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.way_out}" if self.way_out else self.what
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How the run and its protection are doing.
+
+    Attributes:
+        step: the next step to be decided.
+        why: one sentence to `protection`.
+        canary: "available", or why not and the way out.
+        candidate: step of the snapshot that waits to be confirmed.
+        healthy: steps of snapshots that a rollback may use, oldest first.
+        late_skips: optimizers of a group that were held back on their own, because a gradient
+            made after the group's decision was not finite.
+        internal_errors: sentinel's own errors that were caught, by place.
+    """
+
+    run_id: str
+    step: int
+    mode: Mode
+    policy: str
+    protection: Protection
+    why: str
+    blind_spots: tuple[BlindSpot, ...]
+    canary: str
+    candidate: int | None
+    healthy: tuple[int, ...]
+    snapshot_bytes: int
+    counters: Counters
+    link: LinkStatus
+    incidents: tuple[Incident, ...] = ()
+    late_skips: int = 0
+    internal_errors: Mapping[str, int] = field(default_factory=dict)
+    directory: str = ""
+
+    def __str__(self) -> str:
+        c = self.counters
+        lines = [
+            f"sentinel run={self.run_id} step={self.step} policy={self.policy} mode={self.mode}",
+            f"  protection: {self.protection} ({self.why})",
+        ]
+        lines += [f"  blind spot: {spot}" for spot in self.blind_spots]
+        lines.append(f"  canary: {self.canary}")
+        candidate = "none" if self.candidate is None else f"step {self.candidate}"
+        healthy = ", ".join(map(str, self.healthy)) or "none"
+        lines.append(
+            f"  snapshots: healthy at {healthy}; candidate {candidate}; "
+            f"{self.snapshot_bytes / 2**20:.1f} MiB of host memory"
+        )
+        lines.append(
+            f"  so far: {c.steps} steps, {_sum(c.skipped)} skipped{_by(c.skipped)}, "
+            f"{_sum(c.rollbacks)} rollbacks{_by(c.rollbacks)}, {c.spike_steps} spike steps, "
+            f"{c.lost_steps} lost"
+        )
+        if c.would:
+            lines.append(f"  would have acted: {_sum(c.would)}{_by(c.would)}")
+        if self.late_skips:
+            lines.append(f"  held back on their own: {self.late_skips} optimizer steps")
+        link = self.link
+        lines.append(
+            f"  sidecar: {link.state}{f' {link.url}' if link.url else ''}"
+            f"{f' ({link.detail})' if link.detail else ''}"
+        )
+        for incident in self.incidents:
+            lines.append(
+                f"  incident i-{incident.number} {incident.state} {incident.severity} since step "
+                f"{incident.opened}: {incident.summary}"
+            )
+        if self.internal_errors:
+            errors = ", ".join(f"{k}={v}" for k, v in sorted(self.internal_errors.items()))
+            lines.append(f"  sentinel's own errors, caught: {errors}")
+        if self.directory:
+            lines.append(f"  trace: {self.directory}")
+        return "\n".join(lines)
+
+
+def _sum(counts: tuple[tuple[str, int], ...]) -> int:
+    return sum(n for _, n in counts)
+
+
+def _by(counts: tuple[tuple[str, int], ...]) -> str:
+    return f" ({', '.join(f'{k} {n}' for k, n in counts)})" if counts else ""
