@@ -49,15 +49,15 @@ class HeldBack:
                 if group.get(key) is not value:
                     group[key] = value
         state = self._optimizer.state
-        for key in [k for k in state if k not in self._state]:
-            del state[key]
-        for key, kept_value in self._state.items():
-            live = state.get(key)
-            if isinstance(live, dict) and isinstance(kept_value, dict):
+        for owner in [k for k in state if k not in self._state]:
+            del state[owner]
+        for owner, entries in self._state.items():
+            live = state.get(owner)
+            if isinstance(live, dict) and isinstance(entries, dict):
                 live.clear()
-                live.update(kept_value)
-            elif live is not kept_value:
-                state[key] = kept_value
+                live.update(entries)
+            elif live is not entries:
+                state[owner] = entries
 
 
 class ScaledLr:

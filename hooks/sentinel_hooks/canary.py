@@ -60,7 +60,7 @@ class RngState:
     @classmethod
     def capture(cls) -> RngState:
         """The state now."""
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        cuda = _cuda_in_use()
         return cls(
             torch.get_rng_state(),
             tuple(torch.cuda.get_rng_state_all()) if cuda else (),
@@ -277,7 +277,7 @@ class Canary:
                 continue
             for j, source in enumerate(made):
                 if leaf is source or _is_view(leaf, source):
-                    offset = leaf.storage_offset() - source.storage_offset()
+                    offset = int(leaf.storage_offset() - source.storage_offset())
                     views[i] = (j, tuple(leaf.shape), tuple(leaf.stride()), offset)
                     break
         recording.output = None
@@ -394,8 +394,12 @@ def _copied(tree: Any) -> Any:
     return tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, tree)
 
 
+def _cuda_in_use() -> bool:
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def _autocast_now() -> dict[str, tuple[bool, torch.dtype]]:
     devices = ["cpu"]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if _cuda_in_use():
         devices.append("cuda")
     return {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices}

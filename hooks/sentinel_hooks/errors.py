@@ -15,4 +15,4 @@ class AttachError(SentinelError, ValueError):
 
 
 class TrainingHalted(SentinelError, RuntimeError):
-    """A rule or a person halted the run; raised from optimizer.step() after the step was skipped."""
+    """A rule or a person halted the run; raised from optimizer.step(), the step skipped."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import datetime
+import datetime as dt
 import logging
 import math
 import os
@@ -669,7 +669,8 @@ class Session:
         canary = self._canary
         if canary is None:
             return None
-        return self._masked_run("canary", canary.answer, self.state.step)
+        answer: CanaryAnswer | None = self._masked_run("canary", canary.answer, self.state.step)
+        return answer
 
     def _masked_run(self, where: str, body: Callable[..., Any], *args: Any) -> Any:
         """Run `body` guarded and with all of our own seams asleep."""
@@ -1048,7 +1049,7 @@ def attach(
 
 
 def _new_run_id() -> str:
-    now = datetime.datetime.now(datetime.UTC)
+    now = dt.datetime.now(dt.UTC)
     return f"r{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 

@@ -208,7 +208,7 @@ def tensor_norms(grads: Sequence[Tensor]) -> list[Tensor]:
     # Widening is free, narrowing raises: a mixture that starts narrow takes the slow way.
     dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
     try:
-        return list(torch._foreach_norm(grads, 2, dtype=dtype))
+        return list(torch._foreach_norm(list(grads), 2, dtype=dtype))
     except (RuntimeError, NotImplementedError):
         return [_norm(g) for g in grads]
 
@@ -222,13 +222,14 @@ def _norm(grad: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         grad = torch.view_as_real(grad)
     if dtype is None:
         dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(grad, 2, dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(grad, 2, dtype=dtype)
+    return norm
 
 
 def _confirmed(value_P: Float64, grads: Sequence[Tensor]) -> Float64:
     """Measure non-finite ones again in float64: finite entries may have been too large."""
     value_P = value_P.copy()
-    for i in np.flatnonzero(~np.isfinite(value_P)):
+    for i in np.flatnonzero(~np.isfinite(value_P)).tolist():
         value_P[i] = float(_norm(grads[i].detach(), torch.float64))
     return value_P
 

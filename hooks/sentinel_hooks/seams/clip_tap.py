@@ -82,7 +82,8 @@ class ClipTap:
                     if not error_if_nonfinite or bool(torch.isfinite(total)):
                         self._measured = (tensors, fast)
                         return total
-            return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+            stock: Tensor = total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+            return stock
 
         def clip_grads_with_norm_(
             parameters: Any,
@@ -114,7 +115,7 @@ class ClipTap:
 
 
 @torch.no_grad()
-def _fast_norms(tensors: Sequence[Tensor]) -> Tensor | None:
+def _fast_norms(tensors: list[Tensor]) -> Tensor | None:
     """The 2-norms as torch's foreach path computes them, shape [n]; None when it would not."""
     if not tensors:
         return None

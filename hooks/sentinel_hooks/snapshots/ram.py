@@ -343,7 +343,7 @@ def _load_optimizer(
                 del live[key]
             for key, value in saved.items():
                 now = live.get(key)
-                if _fits(now, value):
+                if isinstance(now, Tensor) and _fits(now, value):
                     pairs.append((now.detach(), value.data))
                 else:
                     live[key] = _thaw(value)
@@ -354,16 +354,15 @@ def _load_optimizer(
     for group, values in zip(optimizer.param_groups, kept["groups"], strict=False):
         for key, value in values.items():
             now = group.get(key)
-            if _fits(now, value):
+            if isinstance(now, Tensor) and _fits(now, value):
                 pairs.append((now.detach(), value.data))
             else:
                 group[key] = _thaw(value)
 
 
-def _fits(live: Any, saved: Any) -> bool:
+def _fits(live: Tensor, saved: Any) -> bool:
     return (
-        isinstance(live, Tensor)
-        and isinstance(saved, HostTensor)
+        isinstance(saved, HostTensor)
         and live.layout is torch.strided
         and live.shape == saved.data.shape
         and live.dtype == saved.data.dtype
