@@ -31,15 +31,15 @@ LEAD, AFTER = 6, 40
 
 @dataclass(frozen=True)
 class Event:
-    """One labelled event, by index into the trace, ends included."""
+    """One labelled event, by index into the trace, ends included.
+
+    `points` are those that stick out: all, unless the label knows better.
+    """
 
     kind: str
     start: int
     end: int
-
-    @property
-    def points(self) -> int:
-        return self.end - self.start + 1
+    points: int
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,10 @@ def load(folder: Path) -> Iterator[Trace]:
                 (float(row["loss"]), _number(row.get("grad_norm")), _number(row.get("lr")))
                 for row in csv.DictReader(file)
             ]
-        events = [Event(e["kind"], e["start"], e["end"]) for e in label["events"]]
+        events = [
+            Event(e["kind"], e["start"], e["end"], e.get("points", e["end"] - e["start"] + 1))
+            for e in label["events"]
+        ]
         yield Trace(name, rows, events)
 
 
