@@ -458,6 +458,8 @@ def _incident(
         summary = "the bound on skipping is reached: the new level is let through and accepted"
     else:
         summary = planned.reason or f"spike step {planned.spike_count}, let through"
+        if ledger.stopped:  # must not be lost under the next hot step's line
+            summary += "; acting is stopped, the rollback budget is spent: a person is needed"
     severity = severity_of(policy, planned.rule) if planned.rule else Severity.WARNING
     if planned.fires:
         severity = Severity.CRITICAL

@@ -220,6 +220,8 @@ def test_a_spent_budget_stops_the_acting_and_says_so_but_nan_is_still_skipped() 
     assert run.step(norm=NAN).action is SKIP
     (incident,) = [i for i in run.state.ledger.incidents if i.state is IncidentState.FIRING]
     assert incident.key == incidents.INSTABILITY
+    run.hot(3)  # what is needed of a person must not be lost under the next hot step
+    assert "spent" in run.state.ledger.incidents[-1].summary
 
 
 def test_the_learning_rate_is_cut_held_and_warmed_up_again() -> None:
