@@ -130,8 +130,11 @@ def read_summary(path: Path) -> Summary | None:
             payload = _payload(file.read(end - size - offset), Kind.SUMMARY)
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error}") from error
-    if payload is None:
-        return None
+    return None if payload is None else decode_summary(payload)
+
+
+def decode_summary(payload: bytes) -> Summary:
+    """A summary record that passed its checksum."""
     raw = _decoder.decode(payload)
     return Summary(
         first=np.frombuffer(raw.first, "<i8"),

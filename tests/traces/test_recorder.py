@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from sentinel.traces.reader import Reader
 from sentinel.traces.recorder import Recorder, list_incarnations
 from sentinel.traces.records import StepRecord, decode_header
 from sentinel.traces.segments import list_segments, read_segment
-from sentinel.traces.summary import BUCKET, read_summary
+from sentinel.traces.summary import BUCKET, decode_summary, encode_summary, read_summary
 from sentinel.wire import codec
 
 POLICY = Policy()
@@ -371,19 +372,39 @@ def test_a_full_disk_raises_and_recording_resumes_in_a_fresh_segment(
 
 
 def test_the_oldest_columns_are_dropped_first_when_space_runs_out(tmp_path: Path) -> None:
-    old = new_recorder(tmp_path, segment_bytes=4000, limit_bytes=40_000)
-    record(old, 0, 60, columns=True)
-    old.close()
-    recorder = new_recorder(tmp_path, start=60, segment_bytes=4000, limit_bytes=40_000)
-    record(recorder, 60, 130, columns=True)
-    recorder.close()
-    total = sum(p.stat().st_size for p in tmp_path.rglob("*.seg"))
-    assert total <= 40_000
+    limit = 360_000
+    wide = {"layer_grad_norm": np.zeros(500, np.float32)}
+    for start in (0, 60, 120):
+        recorder = new_recorder(tmp_path, start=start, segment_bytes=8000, limit_bytes=limit)
+        for step in range(start, start + 60):
+            seen = replace(observation(step), columns=wide)
+            recorder.step(seen, decision(step), outcome(step), state_at(step + 1))
+        recorder.close()
+    assert sum(p.stat().st_size for p in tmp_path.rglob("*.seg")) <= limit
     assert recorder.dropped_segments > 0
-    scalars = [r.step for r in Reader(tmp_path).steps()]
-    with_columns = [r.step for r in Reader(tmp_path).steps(columns=True) if r.observation.columns]
-    assert scalars[-1] == 129
-    assert len(with_columns) < len(scalars)
+    assert [r.step for r in Reader(tmp_path).steps()] == list(range(180))
+    left = [r.step for r in Reader(tmp_path).steps(columns=True) if r.observation.columns]
+    assert left == list(range(left[0], 180))
+    assert left[0] > 60
+
+
+def test_without_columns_to_drop_the_oldest_steps_go(tmp_path: Path) -> None:
+    recorder = new_recorder(tmp_path, segment_bytes=4000, limit_bytes=40_000)
+    record(recorder, 0, 200)
+    recorder.close()
+    assert sum(p.stat().st_size for p in tmp_path.rglob("*.seg")) <= 40_000
+    left = [r.step for r in Reader(tmp_path).steps()]
+    assert left == list(range(left[0], 200))
+    assert left[0] > 0
+
+
+def test_a_stretch_without_a_finite_value_has_no_extremes() -> None:
+    steps, losses = array("q", range(BUCKET + 1)), array("d", [math.nan] * BUCKET + [2.0])
+    summary = decode_summary(encode_summary(steps, losses, losses))
+    assert math.isnan(summary.loss_min[0])
+    assert math.isnan(summary.loss_max[0])
+    assert (summary.loss_min[1], summary.loss_max[1]) == (2.0, 2.0)
+    assert summary.nonfinite.tolist() == [BUCKET, 0]
 
 
 def test_closed_segments_carry_the_extremes_of_their_steps(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from sentinel.cli import replay as cli
+from sentinel.core import engine
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
-from sentinel.core.types import Action, AutomationSet, Mode, Observation
+from sentinel.core.types import Action, AutomationSet, Decision, Mode, Observation
 from sentinel.traces.reader import Reader
 from sentinel.traces.recorder import Recorder
 from sentinel.traces.records import decode_step, encode_step
@@ -220,6 +221,15 @@ def test_replay_starts_at_any_segment(copy: Path) -> None:
     assert report.steps == STEPS - gone
 
 
+def test_a_missing_segment_is_no_difference(copy: Path) -> None:
+    paths = scalars(copy)
+    gone = sum(f.kind is Kind.STEP for f in read_segment(paths[1]).frames)
+    paths[1].unlink()
+    report = replay(copy)
+    assert report.identical
+    assert (report.steps, report.unverified) == (STEPS - gone, 0)
+
+
 def test_steps_whose_columns_are_lost_are_not_claimed_to_be_verified(tmp_path: Path) -> None:
     directory = tmp_path / "r"
     record_run(directory, steps=400, segment_bytes=80_000)
@@ -259,6 +269,23 @@ def test_another_policy_lists_what_it_would_have_decided(recorded: tuple[Path, l
     for difference in report.differences:
         a, b = difference.recorded, difference.recomputed
         assert (a.action, a.rule, a.target) != (b.action, b.rule, b.target)
+
+
+def test_another_policy_keeps_statistics_of_its_own_also_over_a_rollback(
+    recorded: tuple[Path, list[Step]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy.parse("[spike]\nwindow = 32\nwarmup = 24\n", "short")
+    seen = []
+
+    def decide(state: State, observation: Observation, policy: Policy) -> Decision:
+        seen.append(len(state.stats.spike.losses))
+        return real(state, observation, policy)
+
+    real = engine.decide
+    monkeypatch.setattr(engine, "decide", decide)
+    replay(recorded[0], policy)
+    assert len(seen) == STEPS
+    assert max(seen) == 32
 
 
 def test_the_observing_policy_would_have_done_nothing(recorded: tuple[Path, list[Step]]) -> None:
