@@ -17,16 +17,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from sentinel import __version__
+from sentinel.cli import replay
 from sentinel.client import TOKEN_VARIABLE, Client
 from sentinel.core.errors import SentinelError
 from sentinel.core.policy import SHIPPED, Policy
-from sentinel.traces.replay import replay as run_replay
 from sentinel.wire import codec
 
 SIDECAR_VARIABLE = "SENTINEL_SIDECAR"
 DEFAULT_PORT = 8123
 STATUS_DEADLINE_S = 5.0
-SHOWN_DIFFERENCES = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,11 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     status_.add_argument("--json", action="store_true", help="as JSON")
     status_.set_defaults(run=status)
 
-    replay_ = commands.add_parser("replay", help="decide a recorded run again")
-    replay_.add_argument("directory", metavar="RUN", help="directory of the recorded run")
-    replay_.add_argument("--policy", metavar="P", help="another policy: a name or a file")
-    replay_.add_argument("--json", action="store_true", help="as JSON")
-    replay_.set_defaults(run=replay)
+    replay.add_parser(commands)
 
     commands.add_parser("demo", help="a run goes wrong and is saved (needs torch)", add_help=False)
 
@@ -177,31 +172,6 @@ def status(options: argparse.Namespace) -> int:
 
 def _shown(value: Any) -> str:
     return "-" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
-def replay(options: argparse.Namespace) -> int:
-    """Decide a recorded run again; status 1 when its own policy decides otherwise than then."""
-    policy = Policy.load(options.policy) if options.policy else None
-    report = run_replay(options.directory, policy)
-    if options.json:
-        print(codec.to_json(report, indent=2).decode())
-    else:
-        print(
-            f"{report.run}: {report.steps} steps, {report.events} events, policy {report.policy}"
-            + (" as recorded" if report.same_policy else ", not the recorded one")
-        )
-        print(
-            f"decided differently {report.different}, states that differ "
-            f"{report.state_mismatches}, unverified {report.unverified}, "
-            f"unreadable {report.lost_bytes} bytes"
-        )
-        for d in report.differences[:SHOWN_DIFFERENCES]:
-            print(
-                f"step {d.step}: recorded {d.recorded.action.name.lower()} {d.recorded.rule}, "
-                f"now {d.recomputed.action.name.lower()} {d.recomputed.rule} "
-                f"{d.recomputed.reason}".rstrip()
-            )
-    return 1 if report.same_policy and not report.identical else 0
 
 
 def demo(arguments: list[str]) -> int:

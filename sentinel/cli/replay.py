@@ -28,28 +28,30 @@ SHOWN = 20
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Register the subcommand; its arguments carry `func`, the function to run."""
+    """Register the subcommand."""
     parser = subparsers.add_parser(
         "replay",
         help="compute a recorded run's decisions again and compare",
         description="Compute a recorded run's decisions again. With the recorded policy they must "
         "be equal byte for byte; with --policy, list what would have been decided differently.",
     )
-    parser.add_argument("run", metavar="RUN", help="a run's directory, or its id under --run-dir")
+    parser.add_argument(
+        "directory", metavar="RUN", help="a run's directory, or its id under --run-dir"
+    )
     parser.add_argument("--policy", help="a shipped policy's name or a TOML file")
     parser.add_argument("--run-dir", default="sentinel-runs", help="where runs lie (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--limit", type=int, default=SHOWN, help="differences to list (%(default)s)"
     )
-    parser.set_defaults(func=run)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry the subcommand out; returns the exit status."""
-    directory = Path(args.run)
+    directory = Path(args.directory)
     if not directory.is_dir():
-        directory = Path(args.run_dir) / args.run
+        directory = Path(args.run_dir) / args.directory
     try:
         policy = None if args.policy is None else Policy.load(args.policy)
         report = replay(directory, policy, keep=max(args.limit, 0))

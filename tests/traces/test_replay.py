@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sentinel.cli import replay as cli
+from sentinel.cli.main import main
 from sentinel.core import engine
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
@@ -336,11 +335,7 @@ def test_a_run_with_failing_restores_and_no_canary_replays(tmp_path: Path) -> No
 
 
 def command(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    cli.add_parser(parser.add_subparsers(required=True))
-    args = parser.parse_args(["replay", *arguments])
-    code: int = args.func(args)
-    return code
+    return main(["replay", *arguments])
 
 
 def test_the_command_says_that_a_run_is_the_same(
