@@ -98,6 +98,10 @@ class _Deadline:
         return io.BufferedReader(_Stream(self), 65536)
 
     def close(self) -> None:
+        """http.client closes its socket while an answer of unknown length is still to be read."""
+
+    def shut(self) -> None:
+        """Really close."""
         self._sock.close()
 
 
@@ -170,7 +174,7 @@ class Client:
         """Close the connection; the next call opens a new one."""
         if self._sock is not None:
             with suppress(OSError):
-                self._sock.close()
+                self._sock.shut()
         self._sock = self._http = None
 
     def _call(
@@ -243,7 +247,7 @@ class Client:
         if (response.length or 0) > MAX_REPLY_BYTES:
             raise ValueError(f"an answer of {response.length} bytes")
         answer = response.read(MAX_REPLY_BYTES)
-        if response.length or not response.isclosed():
+        if response.length or (not response.isclosed() and response.read(1)):
             raise ValueError("an answer that does not end")
         if response.will_close:
             self.close()
@@ -298,7 +302,7 @@ def _parse(url: str) -> tuple[str, str, int]:
     try:
         port = parts.port
     except ValueError:
-        port = None
-    if parts.scheme == "http" and parts.hostname and parts.path in ("", "/"):
+        port = -1
+    if port != -1 and parts.scheme == "http" and parts.hostname and parts.path in ("", "/"):
         return "", parts.hostname, 80 if port is None else port
     raise ConfigError(f"sidecar must be http://host:port or unix:///path/to/socket, got {url!r}")

@@ -1,0 +1,267 @@
+"""The client: an absolute deadline, no leftovers, only sealed answers are believed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sentinel.client import Client, MissError
+from sentinel.core.errors import ConfigError
+from sentinel.wire import messages
+from sentinel.wire.messages import Accepted, HandOver, Refused
+
+DEADLINE_S = 0.05
+SLACK_S = 0.2
+MESSAGE = HandOver(run="r", incarnation="i", fence=1, seq=0, state=b"")
+PATH = "/v1/runs/r/state"
+
+Answer = Callable[[socket.socket, bytes], None]
+
+
+def request_of(connection: socket.socket) -> bytes:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        more = connection.recv(65536)
+        if not more:
+            return b""
+        data += more
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+    while len(body) < length:
+        body += connection.recv(65536)
+    return head + b"\r\n\r\n" + body
+
+
+@contextmanager
+def server(
+    answer: Answer, *, family: int = socket.AF_INET, address: object = ("127.0.0.1", 0)
+) -> Iterator[socket.socket]:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind(address)  # type: ignore[arg-type]
+    listener.listen(8)
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=talk, args=(connection,), daemon=True).start()
+
+    def talk(connection: socket.socket) -> None:
+        with connection:
+            try:
+                while request := request_of(connection):
+                    answer(connection, request)
+            except OSError:
+                return
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield listener
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+@contextmanager
+def talking_to(answer: Answer, token: str = "") -> Iterator[Client]:
+    with server(answer) as listener:
+        client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}", token=token)
+        try:
+            yield client
+        finally:
+            client.close()
+
+
+def reply_to(
+    request: bytes, message: messages.Message, *, token: str = "", status: int = 200
+) -> bytes:
+    head = request.partition(b"\r\n\r\n")[0].decode()
+    asked = next(
+        line.partition(": ")[2]
+        for line in head.splitlines()
+        if line.lower().startswith(messages.SEAL_HEADER)
+    )
+    body = messages.encode_message(message)
+    seal = messages.seal(token, PATH, body, asked)
+    return (
+        f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n"
+        f"{messages.SEAL_HEADER}: {seal}\r\n\r\n"
+    ).encode() + body
+
+
+def good(connection: socket.socket, request: bytes) -> None:
+    connection.sendall(reply_to(request, Accepted(run="r")))
+
+
+def missed(client: Client, deadline_s: float = DEADLINE_S) -> tuple[str, float]:
+    start = time.perf_counter()
+    with pytest.raises(MissError) as caught:
+        client.put_state(MESSAGE, deadline_s=deadline_s)
+    return caught.value.reason, time.perf_counter() - start
+
+
+def test_a_sealed_answer_is_taken_and_the_connection_kept() -> None:
+    ports = set()
+
+    def answer(connection: socket.socket, request: bytes) -> None:
+        ports.add(connection.getpeername())
+        good(connection, request)
+
+    with talking_to(answer) as client:
+        for _ in range(3):
+            assert client.put_state(MESSAGE, deadline_s=2.0) == Accepted(run="r")
+    assert len(ports) == 1
+
+
+def test_a_unix_socket_serves_as_well(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with server(good, family=socket.AF_UNIX, address=path):
+        client = Client(f"unix://{path}", token="")
+        assert client.put_state(MESSAGE, deadline_s=2.0) == Accepted(run="r")
+        client.close()
+
+
+def test_a_server_that_drips_is_left_at_the_deadline() -> None:
+    def drip(connection: socket.socket, request: bytes) -> None:
+        for byte in reply_to(request, Accepted(run="r")):
+            connection.sendall(bytes([byte]))
+            time.sleep(0.02)
+
+    with talking_to(drip) as client:
+        reason, waited = missed(client)
+    assert reason == "timeout"
+    assert DEADLINE_S * 0.9 <= waited <= DEADLINE_S + SLACK_S
+
+
+def test_a_server_that_drips_headers_forever_is_left_at_the_deadline() -> None:
+    def drip(connection: socket.socket, request: bytes) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\n")
+        while True:
+            connection.sendall(b"x-y: z\r\n")
+            time.sleep(0.01)
+
+    with talking_to(drip) as client:
+        reason, waited = missed(client)
+    assert reason == "timeout"
+    assert waited <= DEADLINE_S + SLACK_S
+
+
+def test_a_late_answer_is_never_taken_for_the_next_question() -> None:
+    first = [True]
+
+    def late(connection: socket.socket, request: bytes) -> None:
+        if first.pop() if first else False:
+            time.sleep(0.15)
+        good(connection, request)
+
+    with talking_to(late) as client:
+        assert missed(client)[0] == "timeout"
+        time.sleep(0.2)
+        assert client.put_state(MESSAGE, deadline_s=2.0) == Accepted(run="r")
+
+
+def test_a_connection_that_was_closed_while_idle_is_opened_again() -> None:
+    def once(connection: socket.socket, request: bytes) -> None:
+        good(connection, request)
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with talking_to(once) as client:
+        for _ in range(3):
+            assert client.put_state(MESSAGE, deadline_s=2.0) == Accepted(run="r")
+            time.sleep(0.02)
+
+
+def test_an_answer_that_closes_the_connection_is_read_to_its_end() -> None:
+    def closing(connection: socket.socket, request: bytes) -> None:
+        head, _, body = reply_to(request, Accepted(run="r")).partition(b"\r\n\r\n")
+        seal = head.split(b"\r\n")[-1]
+        connection.sendall(b"HTTP/1.1 200 OK\r\nconnection: close\r\n" + seal + b"\r\n\r\n")
+        time.sleep(0.02)
+        connection.sendall(body)
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with talking_to(closing) as client:
+        assert client.put_state(MESSAGE, deadline_s=2.0) == Accepted(run="r")
+        assert client.put_state(MESSAGE, deadline_s=2.0) == Accepted(run="r")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda a: a.replace(b"\xa3run\xa1r", b"\xa3run\xa1s"), "garbled"),
+        (lambda a: a.replace(b"HTTP/1.1 200", b"HTTP/1.1 abc"), "garbled"),
+        (lambda a: b"\x16\x03\x01 no http\r\n\r\n", "garbled"),
+        (lambda a: a.replace(b"content-length: ", b"content-length: 9"), "timeout"),
+        (lambda a: a.replace(messages.SEAL_HEADER.encode(), b"x-other"), "garbled"),
+    ],
+    ids=["body", "status", "no http", "too short", "no seal"],
+)
+def test_a_spoilt_answer_is_a_miss(spoil: Callable[[bytes], bytes], reason: str) -> None:
+    def answer(connection: socket.socket, request: bytes) -> None:
+        connection.sendall(spoil(reply_to(request, Accepted(run="r"))))
+
+    with talking_to(answer) as client:
+        assert missed(client)[0] == reason
+
+
+def test_the_answer_to_the_request_before_is_not_believed() -> None:
+    kept: list[bytes] = []
+
+    def stale(connection: socket.socket, request: bytes) -> None:
+        kept.append(reply_to(request, Accepted(run="r")))
+        connection.sendall(kept[0])
+
+    with talking_to(stale) as client:
+        client.put_state(MESSAGE, deadline_s=2.0)
+        other = HandOver(run="r", incarnation="i", fence=1, seq=1, state=b"")
+        with pytest.raises(MissError) as caught:
+            client.put_state(other, deadline_s=2.0)
+    assert caught.value.reason == "garbled"
+
+
+def test_with_a_token_an_answer_sealed_without_it_is_not_believed() -> None:
+    with talking_to(good, token="secret") as client:
+        assert missed(client, 2.0)[0] == "garbled"
+
+
+def test_a_refusal_says_what_it_is_about() -> None:
+    def refuse(connection: socket.socket, request: bytes) -> None:
+        refused = Refused(run="r", code="fenced", detail="another process")
+        connection.sendall(reply_to(request, refused, status=409))
+
+    with talking_to(refuse) as client, pytest.raises(MissError, match="another process") as caught:
+        client.put_state(MESSAGE, deadline_s=2.0)
+    assert caught.value.reason == "fenced"
+
+
+def test_nobody_there_is_a_miss_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    reason, waited = missed(Client(f"http://127.0.0.1:{port}", token=""), 2.0)
+    assert reason == "unreachable"
+    assert waited < 1.0
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "127.0.0.1:80",
+        "https://a:1",
+        "http://",
+        "unix://relative/s",
+        "http://a:b",
+        "http://a:1/x",
+    ],
+)
+def test_an_address_that_is_none_is_refused_with_the_forms_that_are(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"http://host:port or unix:///path.*got"):
+        Client(url)
