@@ -15,6 +15,12 @@ passed: a lasting shift must not flicker. Hot steps stay out of the baseline, fo
 would absorb the spike it is meant to catch; but only for `accept_after` of them, then the new
 level is accepted and the detector warms up anew.
 
+Outliers that come back by themselves, again and again, are the data's own: one batch in twenty
+from a harder source is no fault, and skipping it would take that source out of the training. So
+once `recur_count` lone outliers lie within the last `recur_window` steps, another of the usual
+size is recurrent, not hot, unless it follows directly on one. A lasting fault of that size is
+seen one step later; no recorded run has more than four in 512.
+
 Levels:  0 calm, 1 hot, 2 persistent (3 hot of 6, or 2 in a row with summed r >= 0.5),
          3 loss or gradient norm not finite.
 Units:   loss, baseline [nats/token]; excess r [ln nats]; score z [robust std]; window, warmup,
@@ -34,6 +40,9 @@ from sentinel.core import bounds
 from sentinel.core.errors import ConfigError
 from sentinel.core.types import Status
 from sentinel.core.windows import MAD_TO_STD, Q90_TO_STD, mad, median, quantile
+
+LONE_KEPT = 16  # lone outliers remembered
+LONE_RUN = 2  # hot steps in a row, at most, that still are one lone outlier
 
 _INF = math.inf
 _NAN = math.nan
@@ -56,6 +65,9 @@ class SpikeConfig:
         loss_floor: below it y is linear in the loss.
         persist_hot, persist_window: so many hot steps of so many: level 2.
         persist_run, persist_excess: so many in a row with so much summed r: level 2.
+        recur_count, recur_window: so many lone outliers in so many steps are a trait of the data;
+            a count of 0 switches this off.
+        recur_margin: an outlier is of the usual size up to this many times their median r.
     """
 
     window: int = 64
@@ -77,6 +89,9 @@ class SpikeConfig:
     persist_window: int = 6
     persist_run: int = 2
     persist_excess: float = 0.5
+    recur_count: int = 6
+    recur_window: int = 512
+    recur_margin: float = 1.5
 
     def __post_init__(self) -> None:
         bounds.check("spike", window=(self.window, 4, 4096))
@@ -104,6 +119,9 @@ class SpikeConfig:
             persist_hot=(self.persist_hot, 1, self.persist_window),
             persist_run=(self.persist_run, 1, 10_000),
             persist_excess=(self.persist_excess, 0.0, 1e6),
+            recur_count=(self.recur_count, 0, LONE_KEPT),
+            recur_window=(self.recur_window, 1, 1_000_000),
+            recur_margin=(self.recur_margin, 0.0, 1e6),
         )
 
 
@@ -119,6 +137,10 @@ class SpikeState:
         clean: clean steps since the last hot one.
         age: hot steps since it became hot; 0 when not hot.
         run: hot steps in a row; `excess` is their summed r.
+        seen: judged steps since the baseline began.
+        lone: (seen, r) of the last lone outliers, recurrent ones included, oldest first.
+        maybe_lone: mean r of the hot steps just over, until a second clean step confirms it.
+        recurred: the last step was a recurrent outlier.
     """
 
     losses: tuple[float, ...] = ()
@@ -129,6 +151,10 @@ class SpikeState:
     age: int = 0
     run: int = 0
     excess: float = 0.0
+    seen: int = 0
+    lone: tuple[tuple[int, float], ...] = ()
+    maybe_lone: float = 0.0
+    recurred: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +170,7 @@ class SpikeReading:
         sigma: the spread of y; nan when not judged.
         grad_score: ln(norm) above its median, in its own spreads; nan when not judged.
         accepted_level: this was the last hot step that stays out: the new level is accepted.
+        recurrent: far above, but no more than lone outliers of this run usually are: not hot.
     """
 
     status: Status
@@ -155,6 +182,7 @@ class SpikeReading:
     sigma: float = _NAN
     grad_score: float = _NAN
     accepted_level: bool = False
+    recurrent: bool = False
 
 
 _ABSENT = SpikeReading(Status.ABSENT)
@@ -210,25 +238,46 @@ def observe(
             if outlier:
                 log_norm = centre + config.z_grad * spread
 
-    hot = (
-        (z > config.z_hot and r > config.r_hot)
-        or (state.hot and z > config.z_stay and r > config.r_stay)
-        or (outlier and z > config.z_with_grad and r > config.r_with_grad)
+    far = (z > config.z_hot and r > config.r_hot) or (
+        state.hot and z > config.z_stay and r > config.r_stay
     )
-    if hot:
+    with_norm = outlier and z > config.z_with_grad and r > config.r_with_grad
+    recurrent = far and not with_norm and _recurs(state, r, config)
+    if (far or with_norm) and not recurrent:
         return _hot(state, predicted, r, z, sigma, grad_score, grad_finite, config)
 
     clean = state.clean + 1
-    if len(seen) >= config.window:
-        seen = seen[1:]
-    if log_norm is not None:
-        if len(norms) >= config.window:
-            norms = norms[1:]
-        norms = (*norms, log_norm)
-    recent = (state.recent << 1) & ((1 << config.persist_window) - 1)
+    lone, maybe_lone = state.lone, 0.0
+    if recurrent:
+        lone = (*lone, (state.seen, r))[-LONE_KEPT:]
+    else:
+        if clean == 1 and 0 < state.run <= LONE_RUN:
+            maybe_lone = state.excess / state.run
+        elif state.maybe_lone > 0.0:
+            lone = (*lone, (state.seen, state.maybe_lone))[-LONE_KEPT:]
+        if len(seen) >= config.window:
+            seen = seen[1:]
+        seen = (*seen, y)
+        if log_norm is not None:
+            if len(norms) >= config.window:
+                norms = norms[1:]
+            norms = (*norms, log_norm)
     staying = state.hot and clean < config.rearm
     return (
-        SpikeState((*seen, y), norms, recent, staying, clean, state.age if staying else 0),
+        SpikeState(
+            seen,
+            norms,
+            (state.recent << 1) & ((1 << config.persist_window) - 1),
+            staying,
+            clean,
+            state.age if staying else 0,
+            0,
+            0.0,
+            state.seen + 1,
+            lone,
+            maybe_lone,
+            recurrent,
+        ),
         SpikeReading(
             Status.NORMAL if grad_finite else Status.NONFINITE,
             z,
@@ -238,6 +287,8 @@ def observe(
             _from_log(predicted, config.loss_floor),
             sigma,
             grad_score,
+            False,
+            recurrent,
         ),
     )
 
@@ -245,6 +296,16 @@ def observe(
 def restart(state: SpikeState) -> SpikeState:
     """Forget the baseline (a new level was accepted) and warm up anew."""
     return SpikeState()
+
+
+def _recurs(state: SpikeState, r: float, config: SpikeConfig) -> bool:
+    """Whether lone outliers of this size are what this run has been showing all along."""
+    if config.recur_count == 0 or len(state.lone) < config.recur_count:
+        return False
+    if state.clean == 0 or state.recurred:  # two in a row are not lone
+        return False
+    usual = sorted(x for at, x in state.lone if state.seen - at < config.recur_window)
+    return len(usual) >= config.recur_count and r <= config.recur_margin * median(usual)
 
 
 def _hot(
@@ -284,7 +345,21 @@ def _hot(
     )
     if accepted:
         return SpikeState(), reading
-    return SpikeState(state.losses, state.norms, recent, True, 0, age, run, excess), reading
+    return (
+        SpikeState(
+            state.losses,
+            state.norms,
+            recent,
+            True,
+            0,
+            age,
+            run,
+            excess,
+            state.seen + 1,
+            state.lone,
+        ),
+        reading,
+    )
 
 
 def _nonfinite_loss(state: SpikeState, config: SpikeConfig) -> tuple[SpikeState, SpikeReading]:
@@ -292,7 +367,16 @@ def _nonfinite_loss(state: SpikeState, config: SpikeConfig) -> tuple[SpikeState,
     recent = ((state.recent << 1) | 1) & ((1 << config.persist_window) - 1)
     return (
         SpikeState(
-            state.losses, state.norms, recent, True, 0, state.age, state.run + 1, state.excess
+            state.losses,
+            state.norms,
+            recent,
+            True,
+            0,
+            state.age,
+            state.run + 1,
+            state.excess,
+            state.seen,
+            state.lone,
         ),
         SpikeReading(Status.NONFINITE, level=3, hot=True),
     )

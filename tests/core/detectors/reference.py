@@ -28,6 +28,7 @@ class Row:
     sigma: float | None = None
     gz: float | None = None
     accepted: bool = False
+    recurrent: bool = False
 
 
 def transform(loss: float, floor: float = 0.05) -> float:
@@ -74,6 +75,9 @@ def spike(
     persist_window: int = 6,
     persist_run: int = 2,
     persist_excess: float = 0.5,
+    recur_count: int = 6,
+    recur_window: int = 512,
+    recur_margin: float = 1.5,
 ) -> list[Row]:
     """The whole rule over a series; None is a signal that was not measured."""
     buffer: list[float] = []  # accepted y
@@ -83,6 +87,9 @@ def spike(
     staying = False  # the lower thresholds are in force
     clean = 0
     age = 0
+    judged = 0
+    lone: list[tuple[int, float]] = []  # (judged, r) of outliers that came back by themselves
+    trail: list[tuple[str, float]] = []  # what each step since the baseline began was, and its r
     rows: list[Row] = []
     for loss, norm in zip(losses, norms, strict=True):
         row = Row()
@@ -96,6 +103,7 @@ def spike(
             staying, clean = True, 0
             history.append(True)
             excesses.append(0.0)
+            trail.append(("hot", 0.0))
             continue
         y = transform(loss, loss_floor)
         bad_norm = norm is not None and not math.isfinite(norm)
@@ -108,6 +116,7 @@ def spike(
             staying = staying and clean < rearm
             history.append(False)
             excesses = []
+            trail.append(("warming", 0.0))
             buffer.append(y)
             if ln_g is not None:
                 grads.append(ln_g)
@@ -130,8 +139,34 @@ def spike(
         spiking = (row.z > z_hot and row.r > r_hot) or (  # 6
             gbad and row.z > z_with_grad and row.r > r_with_grad
         )
+        with_norm = gbad and row.z > z_with_grad and row.r > r_with_grad
         row.hot = spiking or (staying and row.z > z_stay and row.r > r_stay)
+        # Lone outliers of the usual size are the data's own, unless they follow on another.
+        usual = [r for at, r in lone[-16:] if judged - at < recur_window]
+        row.recurrent = (
+            row.hot
+            and not with_norm
+            and trail[-1][0] not in ("hot", "recurrent")
+            and len(usual) >= recur_count > 0
+            and row.r <= recur_margin * float(np.median(usual))
+        )
+        row.hot = row.hot and not row.recurrent
         history.append(row.hot)
+        trail.append(("hot" if row.hot else "recurrent" if row.recurrent else "clean", row.r))
+        # A run of one or two hot steps followed by two clean ones was a lone outlier.
+        kinds = [kind for kind, _ in trail]
+        if row.recurrent:
+            lone.append((judged, row.r))
+        elif kinds[-2:] == ["clean", "clean"] and kinds[-3:-2] == ["hot"]:
+            hot_run = []
+            for kind, r in reversed(trail[:-2]):
+                if kind != "hot":
+                    break
+                hot_run.append(r)
+            mean = _sum(hot_run[::-1]) / len(hot_run)
+            if len(hot_run) <= 2 and mean > 0:
+                lone.append((judged, mean))
+        judged += 1
         if row.hot:
             if not staying:
                 age = 0
@@ -146,14 +181,16 @@ def spike(
                 row.accepted = True
                 buffer, grads, history, excesses = [], [], [], []
                 staying, clean, age = False, 0, 0
+                judged, lone, trail = 0, [], []
         else:
             clean += 1
             staying = staying and clean < rearm
             age = age if staying else 0
             excesses = []
-            buffer.append(y)
-            if ln_g is not None:
-                grads.append(ln_g)
+            if not row.recurrent:
+                buffer.append(y)
+                if ln_g is not None:
+                    grads.append(ln_g)
             buffer, grads = buffer[-window:], grads[-window:]
         if bad_norm:
             row.level = 3

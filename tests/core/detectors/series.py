@@ -15,6 +15,7 @@ KINDS = (
     "calm",
     "falling",
     "spike",
+    "lone spikes",
     "small spike",
     "shift up",
     "norm burst",
@@ -35,14 +36,14 @@ def make(kinds: list[tuple[str, int]], seed: int) -> Series:
     for kind, length in kinds:
         if kind == "shift up":
             level += 0.25
-        for _ in range(length):
+        for i in range(length):
             if kind == "falling":
                 level -= 0.02
             loss: float | None = math.exp(level + 0.015 * rng.gauss(0, 1))
             norm: float | None = math.exp(0.2 * rng.gauss(0, 1))
             assert loss is not None
             assert norm is not None
-            if kind == "spike":
+            if kind == "spike" or (kind == "lone spikes" and i % 3 == 0):
                 loss *= 1.6
             elif kind == "small spike":
                 loss *= 1.09

@@ -32,8 +32,10 @@ TINY = SpikeConfig(
     persist_window=3,
     z_hot=6.0,
     z_grad=4.0,
+    recur_count=2,
+    recur_window=30,
 )
-ODD = SpikeConfig(window=7, warmup=4, rearm=3, accept_after=9)
+ODD = SpikeConfig(window=7, warmup=4, rearm=3, accept_after=9, recur_count=3, recur_window=20)
 
 
 def run(
@@ -168,6 +170,46 @@ def test_outlying_norms_enter_capped() -> None:
     assert state.norms[-1] == pytest.approx(6 * 0.10)  # median 0, spread at its floor
 
 
+def mixture(n: int, share: float, seed: int) -> Series:
+    """Lawful data: a share of the batches comes from a source that is 35 % harder."""
+    rng = random.Random(seed)
+    return [
+        (3.0 * math.exp(0.012 * rng.gauss(0, 1) + (0.3 if rng.random() < share else 0.0)), None)
+        for _ in range(n)
+    ]
+
+
+@pytest.mark.parametrize("share", [0.03, 0.05, 0.08])
+def test_outliers_that_recur_are_the_datas_own(share: float) -> None:
+    off = dataclasses.replace(CONFIG, recur_count=0)
+    steps = mixture(2000, share, seed=4)
+    hot = [sum(r.hot for r in run(steps, config)[1][500:]) for config in (CONFIG, off)]
+    assert hot[0] < 0.25 * hot[1]
+    assert hot[0] < 0.015 * 1500
+
+
+def test_a_lasting_shift_among_recurrent_outliers_is_seen_one_step_later() -> None:
+    steps = mixture(1000, 0.05, seed=4) + [(4.05, None)] * 10
+    readings = run(steps)[1]
+    assert readings[999].hot is False
+    assert [r.hot for r in readings[1000:]] == [False] + [True] * 9
+
+
+def test_an_outlier_larger_than_the_usual_ones_is_hot() -> None:
+    state, readings = run(mixture(1000, 0.05, seed=4))
+    assert sum(r.recurrent for r in readings) > 20
+    assert not run([(4.05, None)], state=state)[1][0].hot
+    assert run([(5.5, None)], state=state)[1][0].hot
+
+
+def test_a_few_lone_outliers_are_each_hot() -> None:
+    steps = calm(100)
+    for i in range(8):  # the last of which lie outside the window of the first ones
+        steps += [(4.5, 1.0), *calm(120, seed=i)]
+    readings = run(steps)[1]
+    assert sum(r.hot for r in readings) == 8
+
+
 def test_small_losses_are_compared_linearly() -> None:
     rng = random.Random(5)
     small: Series = [(0.001 + 0.0005 * rng.random(), None) for _ in range(100)]
@@ -206,8 +248,8 @@ def assert_equals_reference(steps: Series, config: SpikeConfig) -> None:
         [loss for loss, _ in steps], [norm for _, norm in steps], **dataclasses.asdict(config)
     )
     for i, (got, row) in enumerate(zip(readings, rows, strict=True)):
-        expected = (row.level, row.hot, row.accepted)
-        assert (got.level, got.hot, got.accepted_level) == expected, i
+        expected = (row.level, row.hot, row.accepted, row.recurrent)
+        assert (got.level, got.hot, got.accepted_level, got.recurrent) == expected, i
         assert (got.status is Status.WARMING_UP) == (
             not row.judged and row.level != 3 and steps[i][0] is not None
         ), i
