@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from sentinel.core import engine
 from sentinel.core.catalog import DECISIONS_S
 from sentinel.core.errors import ProtocolError, SentinelError, StateError
@@ -300,7 +302,7 @@ class Runs:
             policy_bytes=data,
             policy_hash=codec.digest(data),
             engine_version=message.engine_version,
-            layers=message.layers,
+            layers=_apart(message.layers),
             info=dict(message.info),
             registered=now,
             max_layers=self.settings.max_layers,
@@ -376,7 +378,7 @@ class Runs:
             # The same question again: our answer was lost on the way.
             last = run.reply
             if last is not None and last.seq == frame.seq:
-                return replace_commands(last, self._pending(run, now))
+                return msgspec.structs.replace(last, commands=self._pending(run, now))
             return self._answer(run, frame, now, recorded_only="this frame was recorded before")
         if frame.seq < run.next_seq:
             # Overtaken on the way by a later frame: its step is over.
@@ -564,7 +566,7 @@ class Runs:
             policy_bytes=data,
             policy_hash=codec.digest(data),
             engine_version=ENGINE_VERSION,
-            layers=layers,
+            layers=_apart(layers),
             info={},
             registered=now,
             max_layers=self.settings.max_layers,
@@ -768,24 +770,22 @@ class Runs:
         del self.runs[oldest.name]
 
 
-def replace_commands(reply: Reply, commands: tuple[Command, ...]) -> Reply:
-    """A kept reply with the orders of now."""
-    return Reply(
-        run=reply.run,
-        incarnation=reply.incarnation,
-        seq=reply.seq,
-        step=reply.step,
-        decision=reply.decision,
-        need_state=reply.need_state,
-        recorded_only=reply.recorded_only,
-        commands=commands,
-    )
-
-
 def _fence(old: Run | None, given: int, again: bool) -> int:
     if old is None:
         return max(given, 1)
     return max(old.fence, given) + (0 if again else 1)
+
+
+def _apart(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """The layer table with names that differ: two equal series would spoil the whole page."""
+    seen: dict[str, int] = {}
+    found: list[Layer] = []
+    for layer in layers:
+        times = seen[layer.name] = seen.get(layer.name, 0) + 1
+        if times > 1:
+            layer = msgspec.structs.replace(layer, name=f"{layer.name}#{times}")
+        found.append(layer)
+    return tuple(found)
 
 
 def _core_move(move: Move) -> Outcome | Event:
