@@ -18,7 +18,7 @@ from sentinel_hooks.link import Breaker, EmbeddedLink, Link, make_link
 from tests.support.loops import Loop, Step, actions, series
 from tests.support.sidecars import HostileProxy, ServeProcess, hostile_proxy, serving
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.torch]
 
 DEADLINE_S = 0.05
 SLACK_S = 0.2  # a busy machine

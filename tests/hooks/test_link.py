@@ -1,0 +1,522 @@
+"""The link: whose decision is carried out, when it stops asking, what it delivers later."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel.client import Client, MissError
+from sentinel.core import engine
+from sentinel.core.errors import ConfigError
+from sentinel.core.policy import Policy
+from sentinel.core.state import State
+from sentinel.core.types import (
+    Action,
+    Command,
+    CommandKind,
+    Decision,
+    Observation,
+    Outcome,
+    Source,
+)
+from sentinel.wire import codec, messages
+from sentinel.wire.messages import (
+    Accepted,
+    Close,
+    Frame,
+    HandOver,
+    Register,
+    Registered,
+    Reply,
+    Steps,
+)
+from sentinel_hooks import link as link_module
+from sentinel_hooks.link import (
+    Breaker,
+    EmbeddedLink,
+    Link,
+    RemoteLink,
+    make_link,
+    sidecar_url,
+)
+
+pytestmark = pytest.mark.torch  # sentinel_hooks imports it
+
+POLICY = Policy.load("default")
+
+
+class Sidecar:
+    """A scripted sidecar in place of the HTTP client of one link."""
+
+    def __init__(self) -> None:
+        self.down: MissError | None = None
+        self.registrations: list[Register] = []
+        self.handed: list[HandOver] = []
+        self.frames: list[tuple[Frame, bool]] = []
+        self.closed: list[Close] = []
+        self.answers: list[Any] = []  # overrides for the next live frames
+        self.orders: tuple[Command, ...] = ()
+        self.policy: bytes | None = None
+        self.decides = True
+        self.lock = threading.Lock()
+
+    def answer(self, frame: Frame, **changes: Any) -> Reply:
+        seen = codec.core_observation(frame.observation)
+        assert frame.own is not None
+        given: dict[str, Any] = {
+            "run": "r",
+            "incarnation": "i",
+            "seq": frame.seq,
+            "step": seen.step,
+            "decision": codec.encode(frame.own),
+            "commands": self.orders,
+        }
+        return Reply(**(given | changes))
+
+
+class FakeClient:
+    """What the link uses of sentinel.client.Client."""
+
+    def __init__(self, sidecar: Sidecar) -> None:
+        self.sidecar = sidecar
+
+    def _up(self) -> None:
+        if self.sidecar.down is not None:
+            raise self.sidecar.down
+
+    def resolve(self) -> None:
+        pass
+
+    def register(self, message: Register, *, deadline_s: float) -> Registered:
+        self._up()
+        self.sidecar.registrations.append(message)
+        policy = message.policy if message.pinned else self.sidecar.policy or message.policy
+        return Registered(
+            run="r", fence=1, policy=policy, decides=self.sidecar.decides, reason="why"
+        )
+
+    def post_steps(self, message: Steps, *, deadline_s: float) -> Reply:
+        assert deadline_s > 0.0
+        self._up()
+        sidecar = self.sidecar
+        with sidecar.lock:
+            frames = [messages.decode_frame(raw) for raw in message.frames]
+            sidecar.frames += [(frame, message.late) for frame in frames]
+            if message.late:
+                return sidecar.answer(frames[-1], decision=None, recorded_only="late")
+            if sidecar.answers:
+                answer = sidecar.answers.pop(0)
+                if isinstance(answer, Exception):
+                    raise answer
+                return sidecar.answer(frames[-1], **answer)
+            return sidecar.answer(frames[-1])
+
+    def put_state(self, message: HandOver, *, deadline_s: float) -> Accepted:
+        self._up()
+        self.sidecar.handed.append(message)
+        return Accepted(run="r")
+
+    def post_close(self, message: Close, *, deadline_s: float) -> Accepted:
+        self._up()
+        self.sidecar.closed.append(message)
+        return Accepted(run="r")
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def linked(
+    monkeypatch: pytest.MonkeyPatch, sidecar: Sidecar, decide: str = "sidecar", **options: Any
+) -> Iterator[RemoteLink]:
+    monkeypatch.setattr(link_module, "Client", lambda *_, **__: FakeClient(sidecar))
+    given: dict[str, Any] = {"run": "r", "incarnation": "i", "policy": POLICY} | options
+    link = make_link("http://127.0.0.1:1", decide, **given)
+    assert isinstance(link, RemoteLink)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+class Loop:
+    """decide and settle, step after step, on a quiet series."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.state: State = engine.initial()
+
+    def step(self, **seen: Any) -> tuple[Decision, Source]:
+        observation = Observation(self.state.step, 2.0, 1.0, **seen)
+        own = engine.decide(self.state, observation, POLICY)
+        decision, source = self.link.decide(observation, own, self.state)
+        outcome = Outcome(
+            observation.step, decision.action, decision.action is Action.PROCEED, source
+        )
+        self.state = engine.apply(self.state, observation, decision, outcome, POLICY)
+        self.link.settled(observation, decision, outcome)
+        return decision, source
+
+
+def until(condition: Any, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true in time"
+        time.sleep(0.005)
+
+
+class TestEmbedded:
+    def test_without_a_sidecar_the_trainers_own_decision_is_carried_out(self) -> None:
+        link = make_link(None, run="r", incarnation="i", policy=POLICY)
+        loop = Loop(link)
+        assert loop.step()[1] is Source.TRAINER
+        assert link.status().state == "embedded"
+        assert link.take_commands() == ()
+        assert isinstance(link, EmbeddedLink)
+        link.close()
+
+    def test_auto_means_the_variable_then_the_standard_socket_then_none(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        import socket
+
+        path = tmp_path / "s.sock"
+        monkeypatch.setattr(link_module, "STANDARD_SOCKET", str(path))
+        monkeypatch.delenv("SENTINEL_SIDECAR", raising=False)
+        assert sidecar_url("auto") is None
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(path))
+            assert sidecar_url("auto") == f"unix://{path}"
+            monkeypatch.setenv("SENTINEL_SIDECAR", "http://h:1")
+            assert sidecar_url("auto") == "http://h:1"
+        assert sidecar_url(None) is None
+
+    def test_arguments_that_make_no_sense_are_refused(self) -> None:
+        for sidecar, decide in (("ftp://x", None), ("http://127.0.0.1:1", "both")):
+            with pytest.raises(ConfigError, match=r"sidecar must be|decide must be"):
+                make_link(sidecar, decide, run="r", incarnation="i", policy=POLICY)
+
+
+class TestDeciding:
+    def test_an_equal_decision_is_the_sidecars_and_keeps_the_own_memo(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with linked(monkeypatch, Sidecar()) as link:
+            decision, source = Loop(link).step()
+            assert source is Source.SIDECAR
+            assert decision.memo is not None
+
+    def test_another_decision_is_obeyed_and_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sidecar = Sidecar()
+        with linked(monkeypatch, sidecar) as link:
+            observation = Observation(0, 2.0, 1.0)
+            own = engine.decide(engine.initial(), observation, POLICY)
+            other = codec.encode_decision(replace(own, action=Action.SKIP_STEP, rule="x"))
+            sidecar.answers = [{"decision": other}]
+            decision, source = Loop(link).step()
+            assert (decision.action, source) == (Action.SKIP_STEP, Source.SIDECAR)
+            assert link.status().mismatches == 1
+
+    @pytest.mark.parametrize(
+        ("answer", "reason"),
+        [
+            ({"seq": 41}, "garbled"),
+            ({"step": 41}, "garbled"),
+            ({"run": "other"}, "garbled"),
+            ({"incarnation": "other"}, "garbled"),
+            ({"decision": b"\xc1"}, "garbled"),
+            ({"decision": None, "recorded_only": "why"}, "recorded_only"),
+            (MissError("timeout", "no answer"), "timeout"),
+            (RuntimeError("a bug"), None),
+        ],
+    )
+    def test_an_answer_that_does_not_fit_leaves_the_own_decision_in_force(
+        self, answer: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        with linked(monkeypatch, sidecar) as link:
+            loop = Loop(link)
+            loop.step()
+            sidecar.answers = [answer]
+            decision, source = loop.step()
+            assert (decision.action, source) == (Action.PROCEED, Source.TRAINER)
+            assert link.status().misses == ({reason: 1} if reason else {})
+            assert loop.step()[1] is Source.SIDECAR
+
+    def test_the_decision_of_another_step_is_not_obeyed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        with linked(monkeypatch, sidecar) as link:
+            loop = Loop(link)
+            loop.step()
+            own = engine.decide(engine.initial(), Observation(0, 2.0, 1.0), POLICY)
+            wrong = codec.encode_decision(replace(own, step=0, action=Action.HALT))
+            sidecar.answers = [{"decision": wrong}]
+            assert loop.step()[1] is Source.TRAINER
+
+    def test_need_state_is_answered_within_the_same_step(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        with linked(monkeypatch, sidecar) as link:
+            sidecar.answers = [{"decision": None, "need_state": True}]
+            loop = Loop(link)
+            before = codec.encode_state(loop.state)
+            assert loop.step()[1] is Source.SIDECAR
+            assert [(h.seq, h.state) for h in sidecar.handed] == [(0, before)]
+
+    def test_asking_for_the_state_twice_is_a_miss(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sidecar = Sidecar()
+        with linked(monkeypatch, sidecar) as link:
+            sidecar.answers = [{"decision": None, "need_state": True}] * 2
+            assert Loop(link).step()[1] is Source.TRAINER
+            assert link.status().misses == {"need_state": 1}
+
+    def test_each_frame_carries_the_moves_since_the_one_before_and_the_states_hash(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        with linked(monkeypatch, sidecar) as link:
+            loop = Loop(link)
+            loop.step()
+            digest = codec.state_hash(loop.state)
+            loop.step()
+        frames = [frame for frame, _ in sidecar.frames]
+        assert frames[0].moves == ()
+        assert frames[1].moves == (messages.WireOutcome(0, Action.PROCEED, True, "sidecar"),)
+        assert frames[1].state_hash == digest
+        assert [frame.seq for frame in frames] == [0, 1]
+
+    def test_a_sidecar_that_only_records_is_not_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        sidecar.decides = False
+        with linked(monkeypatch, sidecar) as link:
+            assert Loop(link).step()[1] is Source.TRAINER
+            assert (link.status().state, link.status().detail) == ("recording_only", "why")
+            until(lambda: len(sidecar.frames) == 1)
+
+
+class TestPolicy:
+    STRICT = Policy.parse("[grad_norm]\nfactor = 2.0\n", "strict")
+
+    def test_a_handed_policy_is_taken_by_who_chose_none(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        sidecar.policy = codec.encode_policy(self.STRICT)
+        with linked(monkeypatch, sidecar, pinned=False) as link:
+            assert link.policy == self.STRICT
+
+    def test_and_not_by_who_chose_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sidecar = Sidecar()
+        sidecar.policy = codec.encode_policy(self.STRICT)
+        with linked(monkeypatch, sidecar, pinned=True) as link:
+            assert link.policy == POLICY
+
+    def test_the_users_mode_goes_over_the_handed_policys(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from sentinel.core.types import Mode
+
+        sidecar = Sidecar()
+        sidecar.policy = codec.encode_policy(self.STRICT)
+        with linked(monkeypatch, sidecar, pinned=False, mode=Mode.OBSERVE) as link:
+            assert link.policy == self.STRICT.with_mode("observe")
+        assert codec.decode_policy(sidecar.registrations[-1].policy) == link.policy
+
+    def test_a_sidecar_that_comes_later_gets_the_policy_that_is_run(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        sidecar.policy = codec.encode_policy(self.STRICT)
+        sidecar.down = MissError("unreachable", "nobody there")
+        monkeypatch.setattr(link_module, "RETRY_S", 0.05)
+        with linked(monkeypatch, sidecar, pinned=False) as link:
+            assert link.policy == POLICY
+            assert link.status().state == "connecting"
+            loop = Loop(link)
+            assert loop.step()[1] is Source.TRAINER
+            sidecar.down = None
+            until(lambda: link.status().state == "connected")
+            assert loop.step()[1] is Source.SIDECAR
+            assert sidecar.registrations[-1].pinned
+            assert link.policy == POLICY
+
+
+class TestDelivery:
+    def test_missed_frames_are_delivered_late_and_in_order(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        with linked(monkeypatch, sidecar) as link:
+            loop = Loop(link)
+            sidecar.answers = [MissError("timeout", ""), MissError("timeout", "")]
+            loop.step()
+            loop.step()
+            until(lambda: sum(late for _, late in sidecar.frames) == 2)
+            assert [frame.seq for frame, late in sidecar.frames if late] == [0, 1]
+            until(lambda: link.status().buffered == 0)
+
+    def test_the_buffer_is_bounded_and_a_hole_is_counted(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        sidecar.down = MissError("unreachable", "")
+        monkeypatch.setattr(link_module, "BUFFER_FRAMES", 5)
+        monkeypatch.setattr(link_module, "RETRY_S", 0.3)
+        with linked(monkeypatch, sidecar) as link:
+            loop = Loop(link)
+            for _ in range(8):
+                loop.step()
+            assert (link.status().buffered, link.status().dropped) == (5, 3)
+            sidecar.down = None
+            until(lambda: link.status().buffered == 0)
+        assert [frame.seq for frame, _ in sidecar.frames] == [3, 4, 5, 6, 7]
+        assert sidecar.closed[-1].counts is not None
+        assert sidecar.closed[-1].counts.dropped == 3
+
+    def test_decide_trainer_hands_the_newest_state_over_and_goes_on_from_there(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        with linked(monkeypatch, sidecar, "trainer") as link:
+            loop = Loop(link)
+            with sidecar.lock:
+                sidecar.answers = [{"seq": 0, "decision": None, "need_state": True}]
+                for _ in range(4):
+                    assert loop.step()[1] is Source.TRAINER
+            until(lambda: link.status().buffered == 0)
+            loop.step()
+            until(lambda: link.status().buffered == 0)
+        handed = sidecar.handed[0].seq
+        after = sidecar.frames[[late for _, late in sidecar.frames].index(True) :] if handed else []
+        assert all(late == (frame.seq < handed) for frame, late in after)
+        assert {frame.seq for frame, _ in sidecar.frames} == set(range(5))
+
+    def test_an_unknown_run_is_registered_again_at_once(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        with linked(monkeypatch, sidecar) as link:
+            loop = Loop(link)
+            sidecar.answers = [MissError("unknown_run", "")]
+            loop.step()
+            until(lambda: link.status().state == "connected")
+            assert len(sidecar.registrations) == 2
+            assert loop.step()[1] is Source.SIDECAR
+
+    def test_a_process_that_was_replaced_is_refused_and_says_so(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        with linked(monkeypatch, sidecar) as link:
+            loop = Loop(link)
+            sidecar.answers = [MissError("fenced", "another live process")]
+            loop.step()
+            assert loop.step()[1] is Source.TRAINER
+            assert (link.status().state, link.status().detail) == (
+                "refused",
+                "another live process",
+            )
+            assert link.status().misses == {"fenced": 1, "refused": 1}
+
+    def test_goodbye_carries_the_last_outcome(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sidecar = Sidecar()
+        with linked(monkeypatch, sidecar) as link:
+            Loop(link).step()
+            link.close("halted")
+        assert sidecar.closed[0].state == "halted"
+        assert sidecar.closed[0].moves == (
+            messages.WireOutcome(0, Action.PROCEED, True, "sidecar"),
+        )
+
+    def test_orders_arrive_once_however_often_they_are_sent(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        order = Command("c", CommandKind.SKIP_NEXT)
+        with linked(monkeypatch, sidecar) as link:
+            loop = Loop(link)
+            sidecar.orders = (order,)
+            loop.step()
+            loop.step()
+            assert link.take_commands() == (order,)
+            loop.step()
+            assert link.take_commands() == ()
+
+
+class TestBreaker:
+    def test_it_opens_on_the_third_miss_in_a_row(self) -> None:
+        breaker = Breaker()
+        breaker.missed(0.0, 0.0)
+        breaker.missed(0.0, 0.0)
+        breaker.answered(0.0, 0.0)
+        breaker.missed(0.0, 0.0)
+        breaker.missed(0.0, 0.0)
+        assert breaker.allows(0.0)
+        breaker.missed(0.0, 0.0)
+        assert not breaker.allows(0.0)
+        assert breaker.why == "3 misses in a row"
+
+    def test_it_tries_again_after_30_seconds_and_one_answer_closes_it(self) -> None:
+        breaker = Breaker()
+        for _ in range(3):
+            breaker.missed(0.0, 100.0)
+        assert not breaker.allows(129.9)
+        assert breaker.allows(130.0)
+        breaker.missed(0.0, 130.0)
+        assert not breaker.allows(159.9)
+        assert breaker.allows(160.0)
+        breaker.answered(0.0, 160.0)
+        assert not breaker.open
+
+    @pytest.mark.parametrize(
+        ("step_s", "wait_s", "opens"),
+        [(0.01, 0.0019, False), (0.01, 0.0021, True), (1.0, 0.009, False), (1.0, 0.011, True)],
+    )
+    def test_it_opens_on_waiting_more_than_a_hundredth_of_the_step_and_two_milliseconds(
+        self, step_s: float, wait_s: float, opens: bool
+    ) -> None:
+        breaker = Breaker()
+        for n in range(100):
+            assert not breaker.open, n
+            breaker.step(step_s)
+            breaker.answered(wait_s, 0.0)
+        assert breaker.open is opens
+
+    def test_one_slow_answer_in_a_hundred_does_not_open_it(self) -> None:
+        breaker = Breaker()
+        for n in range(1000):
+            breaker.step(0.1)
+            breaker.answered(0.05 if n % 100 == 0 else 0.0005, 0.0)
+        assert not breaker.open
+
+
+def test_the_deadline_of_the_real_client_is_what_the_link_asks_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[float] = []
+    real = Client.post_steps
+
+    def post(self: Client, message: Steps, *, deadline_s: float) -> Reply:
+        seen.append(deadline_s)
+        return real(self, message, deadline_s=deadline_s)
+
+    monkeypatch.setattr(Client, "post_steps", post)
+    monkeypatch.setattr(
+        Client, "register", lambda self, message, **_: Registered(run="r", fence=1, policy=b"")
+    )
+    link = make_link("http://127.0.0.1:1", run="r", incarnation="i", policy=POLICY)
+    Loop(link).step()
+    link.close()
+    assert 0.0 < seen[0] <= 0.05
