@@ -101,8 +101,6 @@ class _OpenStep:
     decision: Decision
     source: Source
     executed: Action
-    plan: StepPlan
-    began: float
     applied: bool = False
     complete: bool = False
     gate_s: float = 0.0
@@ -152,7 +150,7 @@ class Session:
         self._clock = clock
         self._loss_fn = loss_fn
         self.guard = Guard(run_id, on_error=link.count_error, on_broken=self._broken)
-        self.state: State = engine.initial()
+        self._state: State = engine.initial()
         self.layers = LayerTable.of(target.models)
         self._probe = GradProbe(target.optimizers, self.layers)
         self._store = RamStore(target, self._snapshots)
@@ -173,6 +171,7 @@ class Session:
         self._last_stepped = [0] * len(target.optimizers)
         self._groups_steps = 0
         self._open: _OpenStep | None = None
+        self._plan = _PROCEED  # of the logical step, for every optimizer of the group
         self._seq = 0
         self._safe_done = False
         self._forwards = 0
@@ -196,7 +195,7 @@ class Session:
                     self.directory,
                     run=run_id,
                     policy=policy,
-                    state=self.state,
+                    state=self._state,
                     incarnation=incarnation,
                     layers=self.layers.rows(),
                 )
@@ -246,14 +245,20 @@ class Session:
             self.guard.run("canary", self._canary.end, output, outside=True)
         return output
 
+    @property
+    def state(self) -> State:
+        """The engine's state, with the last step settled."""
+        if self._open is not None and self._open.complete:
+            self.guard.run("settle", self._settle)
+        return self._state
+
     def status(self) -> Status:
-        """How the run and its protection are doing; moves nothing."""
-        self.guard.run("settle", self._settle)
+        """How the run and its protection are doing; moves nothing of the run."""
         ledger = self.state.ledger
         protection, why = self._protection()
         return Status(
             run_id=self.run_id,
-            step=self.state.step,
+            step=self._state.step,
             mode=self.policy.mode,
             policy=self.policy.name,
             protection=protection,
@@ -262,7 +267,7 @@ class Session:
             canary=(
                 "off by policy"
                 if self._canary is None
-                else self._canary.availability(self.state.step)
+                else self._canary.availability(self._state.step)
             ),
             candidate=next((s.step for s in ledger.snapshots if not s.healthy), None),
             healthy=tuple(s.step for s in ledger.snapshots if s.healthy),
@@ -408,8 +413,8 @@ class Session:
         self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, outside: bool = False
     ) -> None:
         canary = self._canary
-        if canary is not None and not self._roots and canary.due(self.state.step, outside):
-            canary.begin(self.state.step, call, args, kwargs, outside=outside)
+        if canary is not None and not self._roots and canary.due(self._state.step, outside):
+            canary.begin(self._state.step, call, args, kwargs, outside=outside)
 
     # ---------------------------------------------------------------- seams: the gate
 
@@ -424,18 +429,16 @@ class Session:
         if me in self._done:  # it steps again: the last logical step is over, whoever is missing
             self._done.clear()
         if not self._done:
+            self._plan = _PROCEED
             self._settle()
             self._decide(began, me)
-        open_ = self._open
         self._done.add(me)
         self._last_stepped[me] = self._groups_steps
         bit = 1 << me
         newer = self._after_decision & bit
         self._fresh &= ~bit
         self._after_decision &= ~bit
-        if open_ is None:
-            return _PROCEED
-        plan = open_.plan
+        plan = self._plan
         if len(self._done) > 1:
             self._roots = [r for r in self._roots if r.members & ~bit]
             if newer and not plan.hold and self._late_nonfinite(me):
@@ -446,11 +449,10 @@ class Session:
     def after_step(self, optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:
         """Gate: step() has run and everything is put back."""
         open_ = self._open
-        if open_ is None:
-            return
-        if not plan.hold and not _overflowed(optimizer):
-            open_.applied = True
-        open_.complete = True
+        if open_ is not None:
+            if not plan.hold and not _overflowed(optimizer):
+                open_.applied = True
+            open_.complete = True
         self._safe_done = False
         if self._unseen and self._all_stepped():
             self._masked_run("safe_point", self._safe_point)
@@ -465,29 +467,29 @@ class Session:
         members = self._taking_part(me)
         observation = self.guard.run("measure", self._observe, members)
         if observation is None:  # measuring failed: say so, and decide on nothing
-            observation = Observation(step=self.state.step, blind=True)
+            observation = Observation(step=self._state.step, blind=True)
         self._roots = []
         self._after_decision = 0
         self._probe.forget_clips()
-        if engine.wants_canary(self.state, observation, self.policy):
+        if engine.wants_canary(self._state, observation, self.policy):
             answer = self._ask_canary()
             if answer is not None:
                 observation = dataclasses.replace(observation, canary=answer)
-        own = engine.decide(self.state, observation, self.policy)
-        decision, source = self._link.decide(observation, own, self.state)
+        own = engine.decide(self._state, observation, self.policy)
+        decision, source = self._link.decide(observation, own, self._state)
         self._last = decision
         self._keep_batch(decision)
         dropped = self._dropped_by_scaler(members)
         executed = decision.action
-        if dropped and executed is not Action.ROLLBACK:
+        if dropped and executed is Action.SKIP_STEP and _routine_overflow(observation):
             executed = Action.PROCEED
-        hold = executed is not Action.PROCEED and not dropped
-        plan = StepPlan(
+        hold = executed is not Action.PROCEED
+        self._plan = StepPlan(
             hold=hold,
             lr_factor=decision.lr_factor,
             halt=decision.reason if decision.action is Action.HALT else "",
         )
-        self._open = _OpenStep(observation, decision, source, executed, plan, began)
+        self._open = _OpenStep(observation, decision, source, executed)
         self._open.gate_s = self._clock() - began
         if hold or executed is not Action.PROCEED:
             self._tell(decision)
@@ -535,7 +537,7 @@ class Session:
 
         self._seq += 1
         part = reduce.Part(
-            attempt=self.state.ledger.attempt,
+            attempt=self._state.ledger.attempt,
             seq=self._seq,
             loss=loss,
             total_sq=norms.total_sq if norms is not None else None,
@@ -554,7 +556,7 @@ class Session:
         if self._norm_fn is not None:
             norm = float(self._norm_fn())
         return Observation(
-            step=self.state.step,
+            step=self._state.step,
             loss=together.loss,
             grad_norm=norm,
             lr=float(lr_value) if lr_value is not None else None,
@@ -616,7 +618,7 @@ class Session:
             "held back one optimizer of the group, its gradients are not finite run=%s step=%s "
             "optimizer=%s",
             self.run_id,
-            self.state.step,
+            self._state.step,
             member,
         )
         return True
@@ -644,7 +646,7 @@ class Session:
         self._fresh = 0
         open_ = self._open
         if open_ is not None:
-            if open_.executed is not Action.ROLLBACK:
+            if open_.executed is Action.SKIP_STEP and _routine_overflow(open_.observation):
                 open_.executed = Action.PROCEED
             open_.complete = True
         self._safe_done = False
@@ -669,7 +671,7 @@ class Session:
         canary = self._canary
         if canary is None:
             return None
-        answer: CanaryAnswer | None = self._masked_run("canary", canary.answer, self.state.step)
+        answer: CanaryAnswer | None = self._masked_run("canary", canary.answer, self._state.step)
         return answer
 
     def _masked_run(self, where: str, body: Callable[..., Any], *args: Any) -> Any:
@@ -694,8 +696,8 @@ class Session:
             applied=open_.applied,
             source=open_.source,
         )
-        self.state = engine.apply(
-            self.state, open_.observation, open_.decision, outcome, self.policy
+        self._state = engine.apply(
+            self._state, open_.observation, open_.decision, outcome, self.policy
         )
         self._snapshot_due = open_.decision.take_snapshot and open_.applied
         if open_.executed is Action.ROLLBACK:
@@ -703,7 +705,7 @@ class Session:
         if self._recorder is not None:
             try:
                 self._recorder.step(
-                    open_.observation, open_.decision, outcome, self.state, gate_s=open_.gate_s
+                    open_.observation, open_.decision, outcome, self._state, gate_s=open_.gate_s
                 )
             except OSError as error:
                 self._trace_failed(error)
@@ -711,17 +713,17 @@ class Session:
         self._prune()
 
     def _note(self, event: Event) -> None:
-        self.state = engine.note(self.state, event, self.policy)
+        self._state = engine.note(self._state, event, self.policy)
         if self._recorder is not None:
             try:
-                self._recorder.event(event, self.state)
+                self._recorder.event(event, self._state)
             except OSError as error:
                 self._trace_failed(error)
         self._link.event(event)
         self._prune()
 
     def _prune(self) -> None:
-        self._store.keep_only(s.step for s in self.state.ledger.snapshots)
+        self._store.keep_only(s.step for s in self._state.ledger.snapshots)
 
     def _all_stepped(self) -> bool:
         """Every optimizer that still takes part has stepped in this logical step."""
@@ -746,9 +748,9 @@ class Session:
         """Between two steps: nothing of the last is pending, nothing of the next has begun."""
         self._settle()
         self._done.clear()
-        if self.state.step - self._pause_looked >= PAUSE_EVERY or not self.state.step:
+        if self._state.step - self._pause_looked >= PAUSE_EVERY or not self._state.step:
             self._look_for_pause()
-        if self._first_snapshot and self.state.step == 0:
+        if self._first_snapshot and self._state.step == 0:
             self._take_first()
         elif self._restore_due is not None:
             decision, self._restore_due = self._restore_due, None
@@ -760,7 +762,7 @@ class Session:
     def _take_first(self) -> None:
         """Snapshot of the state that training starts from; lazy parameters make it wait."""
         try:
-            self._store.take(self.state.step, self.state.stats)
+            self._store.take(self._state.step, self._state.stats)
         except NotReadyError:
             return
         except SnapshotError as error:
@@ -768,19 +770,19 @@ class Session:
             self._snapshot_failed(error)
             return
         self._first_snapshot = False
-        self._note(SnapshotTaken(self.state.step))
+        self._note(SnapshotTaken(self._state.step))
 
     def _take(self) -> None:
         try:
-            self._store.take(self.state.step, self.state.stats)
+            self._store.take(self._state.step, self._state.stats)
         except SnapshotError as error:
             self._snapshot_failed(error)
             return
         self._snapshot_trouble = ""
-        self._note(SnapshotTaken(self.state.step))
+        self._note(SnapshotTaken(self._state.step))
 
     def _restore(self, decision: Decision) -> None:
-        step, target = self.state.step, decision.target
+        step, target = self._state.step, decision.target
         began = self._clock()
         if target is None:
             self._note(RestoreFailed(step, None, "there is no healthy snapshot"))
@@ -815,19 +817,19 @@ class Session:
             logger.warning(
                 "no snapshot could be taken run=%s step=%s reason=%s",
                 self.run_id,
-                self.state.step,
+                self._state.step,
                 error,
             )
         self._snapshot_trouble = str(error)
 
     def _look_for_pause(self) -> None:
         """A file pauses automation without any sidecar."""
-        self._pause_looked = self.state.step
+        self._pause_looked = self._state.step
         paused = any(os.path.exists(place / PAUSE_FILE) for place in (self.run_dir, self.directory))
-        if paused == self.state.ledger.automation and paused != self._paused_by_file:
-            self._note(AutomationSet(self.state.step, paused, f"file {PAUSE_FILE}"))
+        if paused == self._state.ledger.automation and paused != self._paused_by_file:
+            self._note(AutomationSet(self._state.step, paused, f"file {PAUSE_FILE}"))
         elif not paused and self._paused_by_file:
-            self._note(AutomationSet(self.state.step, False, f"file {PAUSE_FILE} is gone"))
+            self._note(AutomationSet(self._state.step, False, f"file {PAUSE_FILE} is gone"))
         self._paused_by_file = paused
 
     _paused_by_file = False
@@ -879,7 +881,7 @@ class Session:
             return Protection.OFF, "detached"
         if self._off:
             return Protection.OFF, self._off
-        ledger = self.state.ledger
+        ledger = self._state.ledger
         if self.policy.mode is Mode.OBSERVE:
             return Protection.OFF, "observing: decisions are made and recorded, nothing is done"
         if not ledger.automation:
@@ -899,7 +901,7 @@ class Session:
 
     def _blind_spots(self) -> list[BlindSpot]:
         spots = list(self._given_spots)
-        if self._steps_without_loss and self.state.step:
+        if self._steps_without_loss and self._state.step:
             spots.append(
                 BlindSpot(
                     "the loss of the last step was not seen",
@@ -1077,6 +1079,11 @@ def _dummy(optimizer: torch.optim.Optimizer) -> bool:
 def _overflowed(optimizer: torch.optim.Optimizer) -> bool:
     found = getattr(optimizer, "found_inf", None)
     return found is not None and float(found) > 0
+
+
+def _routine_overflow(observation: Observation) -> bool:
+    """A dropped step whose loss was fine: the scaler at work, and no skip of ours."""
+    return observation.loss is None or math.isfinite(observation.loss)
 
 
 def _finite(values: Sequence[float]) -> bool:

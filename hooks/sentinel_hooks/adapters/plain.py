@@ -89,15 +89,13 @@ def _check_shared(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.
     owned = {id(p) for m in models for p in m.parameters()}
     if not owned:
         raise AttachError("model has no parameters: there is nothing to watch")
-    for number, optimizer in enumerate(optimizers):
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if held and not any(id(p) in owned for p in held):
-            which = f"optimizer {number}" if len(optimizers) > 1 else "optimizer"
-            raise AttachError(
-                f"{which} and model share no parameter: was the model replaced (moved, compiled "
-                "with copies, loaded anew) after the optimizer was made? Build the optimizer from "
-                "the model that is trained"
-            )
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    if held and owned.isdisjoint(held):
+        raise AttachError(
+            "optimizer and model share no parameter: was the model replaced (moved, compiled with "
+            "copies, loaded anew) after the optimizer was made? Build the optimizer from the model "
+            "that is trained"
+        )
 
 
 def _scaler(scaler: Any) -> Any:

@@ -78,7 +78,7 @@ class ClipTap:
                 tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
                 fast = _fast_norms(tensors)
                 if fast is not None:
-                    total = torch.linalg.vector_norm(fast, 2.0)
+                    total: Tensor = torch.linalg.vector_norm(fast, 2.0)
                     if not error_if_nonfinite or bool(torch.isfinite(total)):
                         self._measured = (tensors, fast)
                         return total
