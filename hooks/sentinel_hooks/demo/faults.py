@@ -93,13 +93,14 @@ class Weights(Fault):
 
     key = "weights"
     label = "one layer's weights overwritten"
+    noise = 2.0  # they are about 0.1 when healthy
 
     def before_step(self, step: int, model: GPT) -> None:
         if step == self.step:
             generator = torch.Generator().manual_seed(step)
             with torch.no_grad():
-                model.blocks[1].mlp_out.weight.normal_(  # type: ignore[union-attr, operator]
-                    0.0, 1.0, generator=generator
+                model.blocks[0].qkv.weight.normal_(  # type: ignore[union-attr, operator]
+                    0.0, self.noise, generator=generator
                 )
 
 

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -131,7 +132,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
 
-def total(metrics: dict[str, float], name: str, **labels: str) -> float:
+def total(metrics: Mapping[str, float], name: str, **labels: str) -> float:
     """The sum over all series of `name` that carry these labels."""
     return sum(
         value

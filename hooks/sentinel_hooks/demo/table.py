@@ -204,26 +204,35 @@ def _sidecar(report: Mapping[str, Any]) -> list[str]:
     return [
         "the sidecar's /metrics, all runs together, before -> after:",
         *(
-            f"  {name:<34} {before:>6g} -> {after:g}"
+            f"  {name:<44} {before:>6g} -> {after:g}"
             for name, (before, after) in sidecar["metrics"].items()
         ),
         f"decisions carried out: {shares}",
     ]
 
 
-WATCHED: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "sentinel_steps_total": ("sentinel_steps_total", {}),
-    "sentinel_skipped_steps_total": ("sentinel_skipped_steps_total", {}),
-    "sentinel_rollbacks_total": ("sentinel_rollbacks_total", {}),
-    "sentinel_loss_spike_steps_total": ("sentinel_loss_spike_steps_total", {}),
-    "sentinel_lost_steps_total": ("sentinel_lost_steps_total", {}),
-    "sentinel_decision_misses_total": ("sentinel_decision_misses_total", {}),
-}
+# (metric, labels): counters that the demo moves, in the order in which they are shown.
+WATCHED: tuple[tuple[str, Mapping[str, str]], ...] = (
+    ("sentinel_steps_total", {}),
+    ("sentinel_decisions_total", {"source": "sidecar"}),
+    ("sentinel_decisions_total", {"source": "trainer"}),
+    ("sentinel_decision_misses_total", {}),
+    ("sentinel_loss_spike_steps_total", {}),
+    ("sentinel_nonfinite_steps_total", {}),
+    ("sentinel_skipped_steps_total", {}),
+    ("sentinel_rollbacks_total", {}),
+    ("sentinel_lost_steps_total", {}),
+)
 
 
 def moved(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, list[float]]:
-    """What /metrics said first and last, for the counters that the demo moves."""
+    """What /metrics said first and last, summed over runs."""
     return {
-        label: [total(dict(scrape), name, **labels) for scrape in (before, after)]
-        for label, (name, labels) in WATCHED.items()
+        name + _labels(labels): [total(scrape, name, **labels) for scrape in (before, after)]
+        for name, labels in WATCHED
     }
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    inside = ",".join(f'{label}="{value}"' for label, value in labels.items())
+    return f"{{{inside}}}" if inside else ""

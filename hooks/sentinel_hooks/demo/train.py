@@ -31,7 +31,7 @@ from sentinel_hooks.demo import faults
 from sentinel_hooks.demo.corpus import Corpus
 from sentinel_hooks.demo.model import GPT, Shape
 
-PEAK_LR = 3e-3
+PEAK_LR = 4e-3
 LR_WARMUP = 30
 FINAL_LR_SHARE = 0.1
 VALIDATION_BATCHES = 24
