@@ -4,6 +4,7 @@
     for item in reader: ...                     StepRecord | Event, in the order they happened
     for record in reader.steps(columns=True)    with per-layer columns joined
     reader.curve()                              step, loss, grad norm as arrays; layers are not read
+    reader.overview()                           extremes of every 64 steps: a long run at a glance
     reader.damage                               what could not be read, filled in while reading
 
 A torn or damaged segment is read up to its first bad byte; what follows it there is counted in
@@ -16,8 +17,7 @@ Errors:  TraceError when there is nothing to read, or when a file was written by
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -29,13 +29,16 @@ from sentinel.core.errors import ProtocolError, TraceError
 from sentinel.core.types import Column, Event
 from sentinel.traces.recorder import list_incarnations
 from sentinel.traces.records import (
+    HAS_LOSS,
+    HAS_NORM,
+    INDEX_DTYPE,
     Header,
     StepRecord,
     columns_key,
     decode_columns,
     decode_header,
-    decode_index,
     decode_step,
+    index_bytes,
 )
 from sentinel.traces.segments import (
     LAYERS,
@@ -46,6 +49,7 @@ from sentinel.traces.segments import (
     list_segments,
     read_segment,
 )
+from sentinel.traces.summary import Summary, join, read_summary, summarise
 from sentinel.wire import codec
 
 Item: TypeAlias = StepRecord | Event
@@ -173,35 +177,19 @@ class Reader:
 
     def curve(self) -> Curve:
         """Step, loss and norm of the whole run; only the fixed part of each step is decoded."""
-        step, attempt, executed = array("q"), array("q"), array("q")
-        loss, norm = array("d"), array("d")
-        has_loss, has_norm = bytearray(), bytearray()
-        for chapter in self.chapters():
-            for frame in chapter.segment.frames:
-                if frame.kind is not Kind.STEP:
-                    continue
-                index = decode_index(frame.payload)
-                step.append(index.step)
-                attempt.append(index.attempt)
-                executed.append(index.executed)
-                loss.append(index.loss)
-                norm.append(index.grad_norm)
-                has_loss.append(index.has_loss)
-                has_norm.append(index.has_norm)
-        loss_N, norm_N = np.array(loss, np.float64), np.array(norm, np.float64)
-        has_loss_N = np.frombuffer(bytes(has_loss), np.bool_)
-        has_norm_N = np.frombuffer(bytes(has_norm), np.bool_)
-        loss_N[~has_loss_N] = np.nan
-        norm_N[~has_norm_N] = np.nan
-        return Curve(
-            np.array(step, np.int64),
-            np.array(attempt, np.int64),
-            loss_N,
-            has_loss_N,
-            norm_N,
-            has_norm_N,
-            np.array(executed, np.int64),
-        )
+        return _curve(chapter.segment for chapter in self.chapters())
+
+    def overview(self) -> Summary:
+        """Extremes of every 64 steps of the whole run; closed segments are not read for it."""
+        parts = []
+        for incarnation in self.incarnations:
+            for _, path in list_segments(incarnation, SCALARS):
+                part = read_summary(path)
+                if part is None:  # still open, or torn
+                    curve = _curve([self.read(path)])
+                    part = summarise(curve.step, curve.loss, curve.grad_norm)
+                parts.append(part)
+        return join(parts)
 
     def read(self, path: Path) -> Segment:
         """One segment; its damage is noted."""
@@ -239,3 +227,24 @@ class _ColumnCursor:
             return None
         _, payload, where = self._next
         return decode_columns(payload, where)
+
+
+def _curve(segments: Iterable[Segment]) -> Curve:
+    packed = b"".join(
+        index_bytes(frame.payload)
+        for segment in segments
+        for frame in segment.frames
+        if frame.kind is Kind.STEP
+    )
+    index_N = np.frombuffer(packed, INDEX_DTYPE)
+    present_N = index_N["present"]
+    has_loss_N, has_norm_N = (present_N & HAS_LOSS) != 0, (present_N & HAS_NORM) != 0
+    return Curve(
+        index_N["step"].copy(),
+        index_N["attempt"].astype(np.int64),
+        np.where(has_loss_N, index_N["loss"], np.nan),
+        has_loss_N,
+        np.where(has_norm_N, index_N["grad_norm"], np.nan),
+        has_norm_N,
+        index_N["executed"].astype(np.int64),
+    )

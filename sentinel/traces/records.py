@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from sentinel.core.errors import ProtocolError, TraceError
 from sentinel.core.types import NO_COLUMNS, Column, Decision, Observation, Outcome
@@ -29,7 +30,16 @@ FORMAT = 1
 # step, attempt, present bits, executed action, loss, grad norm, lr, gate seconds, wall clock,
 # bytes of the observation, bytes of the decision; the outcome is the rest.
 _INDEX = struct.Struct("<qIBBdddddII")
-_LOSS, _NORM, _LR, _COLUMNS, _GATE, _AT = 1, 2, 4, 8, 16, 32
+# The same layout for numpy, which reads a million of them at once.
+INDEX_DTYPE = np.dtype(
+    {
+        "names": ["step", "attempt", "present", "executed", "loss", "grad_norm", "lr"],
+        "formats": ["<i8", "<u4", "u1", "u1", "<f8", "<f8", "<f8"],
+        "offsets": [0, 8, 12, 13, 14, 22, 30],
+        "itemsize": _INDEX.size,
+    }
+)
+HAS_LOSS, HAS_NORM, _LR, _COLUMNS, _GATE, _AT = 1, 2, 4, 8, 16, 32
 _COLUMNS_KEY = struct.Struct("<qI")  # step, attempt
 
 
@@ -59,7 +69,7 @@ class Header(msgspec.Struct, kw_only=True, omit_defaults=True):
     at: float | None = None
 
 
-class Index(NamedTuple):
+class _Index(NamedTuple):
     """The fixed part of a step: enough for a curve."""
 
     step: int
@@ -73,18 +83,6 @@ class Index(NamedTuple):
     at: float
     observation_bytes: int
     decision_bytes: int
-
-    @property
-    def has_loss(self) -> bool:
-        return bool(self.present & _LOSS)
-
-    @property
-    def has_norm(self) -> bool:
-        return bool(self.present & _NORM)
-
-    @property
-    def has_columns(self) -> bool:
-        return bool(self.present & _COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +168,8 @@ def encode_step(
     index = _INDEX.pack(
         observation.step,
         attempt,
-        (loss is not None and _LOSS)
-        | (norm is not None and _NORM)
+        (loss is not None and HAS_LOSS)
+        | (norm is not None and HAS_NORM)
         | (lr is not None and _LR)
         | (_COLUMNS if has_columns else 0)
         | (gate_s is not None and _GATE)
@@ -211,14 +209,14 @@ def _encode_bare(observation: Observation) -> bytes:
     return bare
 
 
-def decode_index(payload: memoryview) -> Index:
-    """The fixed part of a step record."""
-    return Index._make(_INDEX.unpack_from(payload))
+def index_bytes(payload: memoryview) -> memoryview:
+    """The fixed part of a step record, as INDEX_DTYPE reads it."""
+    return payload[: _INDEX.size]
 
 
 def decode_step(payload: memoryview, where: str) -> StepRecord:
     """A step record; `where` names the file in errors."""
-    index = decode_index(payload)
+    index = _Index._make(_INDEX.unpack_from(payload))
     start = _INDEX.size
     middle = start + index.observation_bytes
     end = middle + index.decision_bytes
@@ -232,7 +230,7 @@ def decode_step(payload: memoryview, where: str) -> StepRecord:
         observation=observation,
         decision_bytes=bytes(payload[middle:end]),
         outcome=outcome,
-        has_columns=index.has_columns,
+        has_columns=bool(index.present & _COLUMNS),
         gate_s=index.gate_s if index.present & _GATE else None,
         at=index.at if index.present & _AT else None,
     )

@@ -22,10 +22,10 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from sentinel.core.errors import TraceError
 
@@ -47,7 +47,7 @@ class Kind(IntEnum):
     TRAILER = 6
 
 
-_KINDS = frozenset(int(kind) for kind in Kind)
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,8 @@ class Damage:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One intact record and where it starts."""
+class Frame(NamedTuple):
+    """One intact record and where it starts; a tuple, because a long run has millions."""
 
     kind: Kind
     payload: memoryview
@@ -127,39 +126,37 @@ def read_segment(path: Path) -> Segment:
                 f"{MAGIC[-1:].decode()!r}; read it with the version that wrote it"
             )
         return Segment(path, number, (), Damage(path, 0, len(data), "no segment magic"))
-    frames: list[Frame] = []
+    frames, reason = _frames(data)
     damage = None
-    offset = len(MAGIC)
-    for frame in _frames(data, offset):
-        if isinstance(frame, str):
-            damage = Damage(path, offset, len(data) - offset, frame)
-            break
-        frames.append(frame)
-        offset = frame.offset + FRAME.size + len(frame.payload)
+    if reason:
+        last = frames[-1] if frames else None
+        end = len(MAGIC) if last is None else last.offset + FRAME.size + len(last.payload)
+        damage = Damage(path, end, len(data) - end, reason)
     return Segment(path, number, tuple(frames), damage)
 
 
-def _frames(data: memoryview, offset: int) -> Iterator[Frame | str]:
-    """Intact frames from `offset` on; last, if something is wrong, what it is."""
-    end = len(data)
+def _frames(data: memoryview) -> tuple[list[Frame], str]:
+    """The intact frames, and what is wrong after them; "" if nothing is."""
+    found: list[Frame] = []
+    offset, end = len(MAGIC), len(data)
+    unpack, header, crc32 = FRAME.unpack_from, FRAME.size, zlib.crc32
     while offset < end:
-        if end - offset < FRAME.size:
-            yield "torn"
-            return
-        kind, length, checksum = FRAME.unpack_from(data, offset)
-        start = offset + FRAME.size
-        if kind not in _KINDS:
-            yield f"unknown record kind {kind}"
-            return
-        if end - start < length:
-            yield "torn"
-            return
-        payload = data[start : start + length]
-        if zlib.crc32(payload, kind) != checksum:
-            yield "checksum does not match"
-            return
-        yield Frame(Kind(kind), payload, offset)
-        offset = start + length
+        start = offset + header
+        if start > end:
+            return found, "torn"
+        number, length, checksum = unpack(data, offset)
+        kind = _KINDS.get(number)
+        if kind is None:
+            return found, f"unknown record kind {number}"
+        stop = start + length
+        if stop > end:
+            return found, "torn"
+        payload = data[start:stop]
+        if crc32(payload, number) != checksum:
+            return found, "checksum does not match"
+        found.append(Frame(kind, payload, offset))
+        offset = stop
+    return found, ""
 
 
 class SegmentWriter:

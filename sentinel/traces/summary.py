@@ -11,9 +11,11 @@ Units:   loss [nats]; norms L2. Shapes: every column has one entry a bucket [B].
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import zlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -39,7 +41,7 @@ class Summary:
 
     Attributes:
         first, last: first and last step of the bucket.
-        nonfinite: steps whose loss or norm was measured or not, but is not finite.
+        nonfinite: steps whose loss or norm is not finite, or was not measured.
     """
 
     first: Ints
@@ -65,25 +67,48 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Summary)
 
 
-def encode_summary(steps: array[int], losses: array[float], norms: array[float]) -> bytes:
-    """Bytes of a summary record; an unmeasured value comes in as nan."""
-    steps_N = np.array(steps, dtype=np.int64)
-    loss_N = np.array(losses, dtype=np.float64)
-    norm_N = np.array(norms, dtype=np.float64)
+def summarise(steps_N: Ints, loss_N: Floats, norm_N: Floats) -> Summary:
+    """Extremes of every BUCKET steps; an unmeasured value comes in as nan."""
     starts = np.arange(0, len(steps_N), BUCKET)
     ends = np.minimum(starts + BUCKET, len(steps_N)) - 1
     bad_N = (~(np.isfinite(loss_N) & np.isfinite(norm_N))).astype(np.int64)
     loss_min_B, loss_max_B = _extremes(loss_N, starts)
     norm_min_B, norm_max_B = _extremes(norm_N, starts)
+    return Summary(
+        first=steps_N[starts],
+        last=steps_N[ends],
+        loss_min=loss_min_B,
+        loss_max=loss_max_B,
+        norm_min=norm_min_B,
+        norm_max=norm_max_B,
+        nonfinite=np.add.reduceat(bad_N, starts) if len(starts) else bad_N,
+    )
+
+
+def join(parts: Sequence[Summary]) -> Summary:
+    """The summaries of consecutive stretches as one."""
+    return Summary(
+        *(
+            np.concatenate([getattr(part, f.name) for part in parts])
+            for f in dataclasses.fields(Summary)
+        )
+    )
+
+
+def encode_summary(steps: array[int], losses: array[float], norms: array[float]) -> bytes:
+    """Bytes of a summary record; an unmeasured value comes in as nan."""
+    summary = summarise(
+        np.array(steps, np.int64), np.array(losses, np.float64), np.array(norms, np.float64)
+    )
     return _encoder.encode(
         _Summary(
-            first=_bytes(steps_N[starts]),
-            last=_bytes(steps_N[ends]),
-            loss_min=_bytes(loss_min_B),
-            loss_max=_bytes(loss_max_B),
-            norm_min=_bytes(norm_min_B),
-            norm_max=_bytes(norm_max_B),
-            nonfinite=_bytes(np.add.reduceat(bad_N, starts) if len(starts) else bad_N),
+            first=_bytes(summary.first),
+            last=_bytes(summary.last),
+            loss_min=_bytes(summary.loss_min),
+            loss_max=_bytes(summary.loss_max),
+            norm_min=_bytes(summary.norm_min),
+            norm_max=_bytes(summary.norm_max),
+            nonfinite=_bytes(summary.nonfinite),
         )
     )
 

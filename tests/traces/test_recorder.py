@@ -434,6 +434,19 @@ def test_closed_segments_carry_the_extremes_of_their_steps(tmp_path: Path) -> No
         )
 
 
+def test_the_overview_is_the_same_whether_segments_are_closed_or_not(tmp_path: Path) -> None:
+    recorder = new_recorder(tmp_path, segment_bytes=60_000)
+    record(recorder, 0, 250)
+    open_ = Reader(tmp_path).overview()
+    assert len(list_segments(recorder.directory, "scalars")) > 1
+    recorder.close()
+    closed = Reader(tmp_path).overview()
+    for name in ("first", "last", "loss_min", "loss_max", "norm_min", "norm_max", "nonfinite"):
+        np.testing.assert_array_equal(getattr(open_, name), getattr(closed, name))
+    assert closed.last[-1] == 249
+    assert (closed.first[1:] == closed.last[:-1] + 1).all()
+
+
 def test_a_closed_recorder_refuses_and_closing_twice_is_fine(tmp_path: Path) -> None:
     recorder = new_recorder(tmp_path)
     record(recorder, 0, 2)
