@@ -174,7 +174,10 @@ def mixture(n: int, share: float, seed: int) -> Series:
     """Lawful data: a share of the batches comes from a source that is 35 % harder."""
     rng = random.Random(seed)
     return [
-        (3.0 * math.exp(0.012 * rng.gauss(0, 1) + (0.3 if rng.random() < share else 0.0)), None)
+        (
+            3.0 * math.exp(0.012 * rng.gauss(0, 1) + (0.3 if rng.random() < share else 0.0)),
+            math.exp(0.2 * rng.gauss(0, 1)),
+        )
         for _ in range(n)
     ]
 
@@ -200,6 +203,20 @@ def test_an_outlier_larger_than_the_usual_ones_is_hot() -> None:
     assert sum(r.recurrent for r in readings) > 20
     assert not run([(4.05, None)], state=state)[1][0].hot
     assert run([(5.5, None)], state=state)[1][0].hot
+    assert run([(4.05, 50.0)], state=state)[1][0].hot  # so is one whose norm is an outlier too
+    assert len(state.lone) == 16
+
+
+@pytest.mark.parametrize(("length", "lone"), [(1, 6), (2, 6), (3, 0)])
+def test_at_most_two_hot_steps_in_a_row_are_a_lone_outlier(length: int, lone: int) -> None:
+    steps = calm(100, noise=0.03)
+    for i in range(6):
+        steps += [*[(4.05, 1.0)] * length, *calm(30, noise=0.03, seed=i)]
+    state, readings = run(steps)
+    assert sum(r.hot for r in readings) == 6 * length
+    assert len(state.lone) == lone
+    assert all(r == pytest.approx(0.3, abs=0.03) for _, r in state.lone)
+    assert run([(4.05, 1.0)], state=state)[1][0].recurrent == (lone > 0)
 
 
 def test_a_few_lone_outliers_are_each_hot() -> None:
