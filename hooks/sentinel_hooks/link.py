@@ -304,6 +304,7 @@ class RemoteLink:
         self._live_from = 0  # frames before it are late; only with decide="trainer"
 
         self._seq = 0
+        self._behind = False  # the newest frame was missed: the sidecar's copy of the state is old
         self._fence = 0
         self._moves: list[Move] = []
         self._last_decide: float | None = None
@@ -425,9 +426,9 @@ class RemoteLink:
             )
         )
         waits = self._mode is Decide.SIDECAR and self._decides
+        with self._lock:
+            self._latest = (seq, state)
         if not waits:
-            with self._lock:
-                self._latest = (seq, state)
             self._keep(seq, raw)
             return None
         if not self._ready:
@@ -442,10 +443,12 @@ class RemoteLink:
                 self._missed(error, start)
             else:
                 self._answered(start)
+                self._behind = False
                 if decision is not None:
                     return decision
                 self._miss("recorded_only")
                 return None  # it is in the record already
+        self._behind = True
         self._keep(seq, raw)
         return None
 
@@ -705,7 +708,7 @@ class RemoteLink:
             if not self._ready:
                 self._register(self._slow, True)
                 logger.info("registered with the sidecar run=%s url=%s", self._run, self._url)
-            if self._breaker.open:
+            if self._breaker.open and self._closing is None:
                 return False
             self._deliver(deadline_s)
         except MissError as error:
@@ -781,6 +784,9 @@ class RemoteLink:
         if not self._ready or self._clock() >= until:
             return
         try:
+            if self._behind:
+                # Late frames move no counters: the last state brings them up to date.
+                self._hand_over_latest(max(until - self._clock(), 0.0))
             self._slow.post_close(
                 Close(
                     run=self._run,
