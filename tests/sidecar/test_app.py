@@ -482,16 +482,16 @@ class TestPeople:
                     assert got.status_code == 200, got.text
                     return str(got.json()["decision"]["action"])
 
-                await step(0, 2.0, {"kind": "snapshot_taken", "step": 0})
-                for i in range(1, 70):
-                    await step(i, 2.0 + 0.001 * (i % 5))
+                for i in range(70):
+                    taken = [{"kind": "snapshot_taken", "step": 20}] if i == 20 else []
+                    await step(i, 2.0 + 0.001 * (i % 5), *taken)
                 hot = [await step(70 + i, 9.0) for i in range(4)]
                 assert hot == ["skip_step"] * 3 + ["rollback"]
-                await step(74, 2.0, {"kind": "restored", "step": 74, "target": 0})
+                await step(74, 2.0, {"kind": "restored", "step": 74, "target": 20})
                 ledger = (await at.tcp.get("/v1/runs/js")).json()["ledger"]
                 assert ledger["attempt"] == 1
-                state = at.app.state.runs.get("js").state
-                assert state.stats.spike.losses == ()
+                stats = at.app.state.runs.get("js").state.stats
+                assert len(stats.spike.losses) == 20
 
         run(test)
 
