@@ -386,6 +386,23 @@ class TestDelivery:
         assert sidecar.closed[-1].counts is not None
         assert sidecar.closed[-1].counts.dropped == 3
 
+    def test_what_was_missed_while_the_breaker_was_open_arrives_at_close(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        with linked(monkeypatch, sidecar) as link:
+            loop = Loop(link)
+            loop.step()
+            sidecar.answers = [MissError("timeout", "") for _ in range(3)]
+            for _ in range(5):
+                loop.step()
+            assert link.status().state == "breaker_open"
+        assert [frame.seq for frame, late in sidecar.frames if late][-5:] == [1, 2, 3, 4, 5]
+        (handed,) = sidecar.handed  # late frames move no counters
+        assert handed.seq == 5
+        assert codec.decode_state(handed.state).step == 5
+        assert len(sidecar.closed) == 1
+
     def test_decide_trainer_hands_the_newest_state_over_and_goes_on_from_there(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
