@@ -45,7 +45,9 @@ from sentinel.core.types import (
 )
 from sentinel.traces.recorder import Recorder
 
-CANARIES_KEPT = 64
+# As the session keeps them: every 4th quiet batch, a few old enough to be asked; a restore lets
+# them be.
+CANARY_SPACING, CANARIES_KEPT = 4, 5
 
 
 # ---- faults: each says what it does to the step it hits ---------------------------------------
@@ -354,9 +356,11 @@ class SimulatedTrainer:
         self.halted = decision.action is Action.HALT
         if decision.drop_canaries:
             self._canaries.clear()
+        kept = self._canaries
         if decision.keep_batch and observation.loss is not None:
-            self._canaries.append((step, observation.loss, batch))
-            del self._canaries[:-CANARIES_KEPT]
+            if not kept or step - kept[-1][0] >= CANARY_SPACING:
+                kept.append((step, observation.loss, batch))
+                del kept[:-CANARIES_KEPT]
         outcome = Outcome(step, decision.action, applied)
         self.state = engine.apply(before, observation, decision, outcome, self.policy)
         self._drop()
@@ -389,7 +393,6 @@ class SimulatedTrainer:
             self._note(RestoreFailed(step, target, "the snapshot cannot be read"))
             return
         self.weights, stats = self._snapshots[target]
-        self._canaries = [c for c in self._canaries if c[0] < target]
         self._note(Restored(step, target, stats))
 
     def _snapshot(self) -> None:
