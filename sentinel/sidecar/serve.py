@@ -41,7 +41,7 @@ def bind_tcp(host: str, port: int, token: str) -> socket.socket:
         ConfigError: the address is not free, or is open to others and there is no token.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(
             f"host must be an address of this machine, got {host!r}: {error}"
