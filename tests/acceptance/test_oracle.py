@@ -34,7 +34,10 @@ def test_the_digest_sees_one_bit_a_sign_of_zero_and_a_type() -> None:
     assert digest([a, a]) != digest([torch.cat([a, a])])
 
 
-@pytest.mark.parametrize("name", ["AdamW-fused", "LBFGS-only", "SparseAdam-only", "Muon-only"])
+SOME = ["AdamW-fused", "LBFGS-only", "SparseAdam-only", "Muon-only"]  # Muon: newer torch only
+
+
+@pytest.mark.parametrize("name", [name for name in SOME if name in CASES])
 def test_a_thrown_away_batch_equals_a_loop_that_never_saw_it(name: str) -> None:
     spec = JobSpec(CASES[name], accumulation=4, seed=5)
     data = regression(spec, 12)
