@@ -11,11 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import sentinel_hooks.demo.__main__ as demo_main
 from sentinel_hooks.demo import faults, table
 from sentinel_hooks.demo.__main__ import main, parse, plan
 from sentinel_hooks.demo.corpus import Corpus, DemoError, garbage
 from sentinel_hooks.demo.model import GPT, Shape
-from sentinel_hooks.demo.runner import Progress, Run
+from sentinel_hooks.demo.runner import Progress, Run, run_all
 from sentinel_hooks.demo.sidecar import total
 from sentinel_hooks.demo.train import Settings
 
@@ -117,7 +118,11 @@ def test_settings_travel_as_text() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [(["--worlds", "nan,flood"], "flood"), (["--steps", "100"], "must be at least")],
+    [
+        (["--worlds", "nan,flood"], "flood"),
+        (["--steps", "100"], "must be at least"),
+        (["--json", "/no/such/folder/demo.json"], "no folder"),
+    ],
 )
 def test_options_that_make_no_sense_are_refused_with_status_2(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
@@ -136,9 +141,10 @@ def test_the_share_recovered_counts_a_nan_as_guessing() -> None:
 def test_actions_are_told_in_plain_words() -> None:
     skip = {"action": "skip_step", "step": 1, "reason": "", "rule": "loss_outlier"}
     back = {"action": "rollback", "step": 4, "reason": "", "rule": "loss_spike", "target": 100}
-    assert table.actions_in_words([], 1.0) == "nothing"
+    assert table.actions_in_words([], 1.0) == "nothing was done"
     assert table.actions_in_words([skip] * 3 + [back], 0.5) == (
-        "skipped 3 (loss far above its baseline), rolled back to step 100, rate x0.5, re-warmed"
+        "skipped 3 batches (loss far above its baseline), rolled back to step 100 (loss spike "
+        "lasts), learning rate x0.5, then re-warmed"
     )
 
 
@@ -151,6 +157,35 @@ def test_metrics_are_summed_over_the_series_with_the_labels_asked_for() -> None:
     }
     assert total(scrape, "sentinel_decisions_total") == 12.0
     assert total(scrape, "sentinel_decisions_total", source="sidecar") == 7.0
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_run_that_breaks_ends_the_demo_with_the_end_of_its_log(tmp_path: Path) -> None:
+    broken = Shape(width=8, heads=3, layers=1)  # heads that do not divide the width
+    settings = Settings(
+        fault="nan",
+        fault_step=140,
+        protected=False,
+        seed=0,
+        steps=240,
+        run_id="r",
+        run_dir=str(tmp_path),
+        shape=broken,
+    )
+    with pytest.raises(DemoError, match=r"(?s)'one NaN gradient, unprotected' broke.*RuntimeError"):
+        run_all([settings] * 3, tmp_path, Progress(io.StringIO()))
+
+
+def test_a_broken_demo_ends_with_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise DemoError("a run broke")
+
+    monkeypatch.setattr(demo_main, "run_all", broken)
+    assert main(["--embedded"]) == 1
+    assert "a run broke" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):

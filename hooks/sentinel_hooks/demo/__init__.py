@@ -1,4 +1,4 @@
-"""`sentinel demo`: train a small GPT, break it in five ways, and see what sentinel saves.
+"""`sentinel demo`: train a small GPT, break it in four ways, and see what sentinel saves.
 
     python -m sentinel_hooks.demo [--json FILE] [--seed N] [--worlds nan,garbage] [--quick]
 

@@ -16,6 +16,7 @@ from typing import Any
 from sentinel.core.errors import SentinelError
 from sentinel.wire import codec
 from sentinel_hooks.demo import faults, table
+from sentinel_hooks.demo.corpus import DemoError
 from sentinel_hooks.demo.model import Shape
 from sentinel_hooks.demo.runner import Progress, Run, run_all
 from sentinel_hooks.demo.sidecar import Sidecar, missing
@@ -82,13 +83,26 @@ def _worlds(options: argparse.Namespace) -> list[str]:
     return [word.strip() for word in options.worlds.split(",") if word.strip()]
 
 
+def check(options: argparse.Namespace) -> None:
+    """Refuse what would only fail after minutes of training.
+
+    Raises:
+        DemoError: with the option, the bound and the value.
+    """
+    faults.check(_worlds(options), options.steps)
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise DemoError(
+            f"--json must name a file in a folder that exists, no folder there: "
+            f"{options.json.parent}"
+        )
+
+
 def demo(options: argparse.Namespace) -> dict[str, Any]:
     """Run the whole demo; returns the report.
 
     Raises:
-        SentinelError: a run broke, the sidecar did not start, or the options make no sense.
+        SentinelError: a run broke, or the sidecar did not start.
     """
-    faults.check(_worlds(options), options.steps)
     progress = Progress(sys.stdout)
     now = datetime.now(UTC).replace(microsecond=0)
     started = time.perf_counter()
@@ -159,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit status: 0, 1 when a run broke, 2 for bad options."""
     options = parse(arguments)
     try:
-        faults.check(_worlds(options), options.steps)
+        check(options)
     except SentinelError as error:
         print(f"sentinel demo: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""What goes wrong in each world: five ways in which real runs break.
+"""What goes wrong in each world: four ways in which real runs break, and a run left alone.
 
     fault = make("nan", fault_step)
     fault.learning_rate(step)  fault.batch(...)  fault.before_step(...)  fault.after_backward(...)

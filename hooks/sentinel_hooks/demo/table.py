@@ -11,6 +11,7 @@ Units:   loss [nats/byte] on held-out files; steps.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import platform
@@ -30,14 +31,12 @@ _HEAD = (
     "fault",
     "at step",
     "noticed",
-    "what sentinel did",
     "unprotected",
     "protected",
     "no fault",
-    "gap recovered",
+    "recovered",
     "lost steps",
 )
-_LEFT = (0, 3)  # columns of words; the others are numbers
 _RULES = {
     "nonfinite_grad": "gradient not finite",
     "nonfinite_loss": "loss not finite",
@@ -129,14 +128,14 @@ def draw(report: Mapping[str, Any]) -> list[str]:
     """The report as lines of text."""
     rows = [_HEAD, *(_row(world, report) for world in report["worlds"])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
-    table = [
-        "  ".join(
-            cell.ljust(width) if i in _LEFT else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
+    head, *rest = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
-    table.insert(1, "-" * max(map(len, table)))
+    table = [head, "-" * len(head)]
+    for line, world in zip(rest, report["worlds"], strict=True):
+        protected = world["protected"]
+        done = actions_in_words(protected["actions"], protected["lowest_lr_factor"])
+        table += [line, f"    {done}"]
     run = (
         f"{report['parameters'] / 1e6:.2f} million parameters, {report['steps']} steps of "
         f"{report['tokens_per_step']} tokens, seed {report['seed']}"
@@ -158,7 +157,6 @@ def _row(world: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, ...]
         world["fault"],
         "-" if world["fault_step"] is None else str(world["fault_step"]),
         "-" if noticed is None else f"+{noticed}",
-        actions_in_words(protected["actions"], protected["lowest_lr_factor"]),
         f"{world['unprotected']['validation_loss']:.3f}",
         f"{protected['validation_loss']:.3f}",
         f"{report['fault_free']['validation_loss']:.3f}",
@@ -168,28 +166,22 @@ def _row(world: Mapping[str, Any], report: Mapping[str, Any]) -> tuple[str, ...]
 
 
 def actions_in_words(actions: Sequence[Mapping[str, Any]], lowest_lr_factor: float) -> str:
-    """What was done, in the order it was first done."""
+    """What was done, in order; skips in a row for the same reason are told together."""
     if not actions:
-        return "nothing"
+        return "nothing was done"
     words: list[str] = []
-    skips: dict[str, int] = {}
-    for action in actions:
-        if action["action"] == "skip_step":
-            skips[action["rule"]] = skips.get(action["rule"], 0) + 1
-            continue
-        words += _skips(skips)
-        skips = {}
-        target = action.get("target")
-        back = f" to step {target}" if target is not None else ""
-        words.append(f"{action['action'].replace('rollback', 'rolled back')}{back}")
-    words += _skips(skips)
+    for rule, group in itertools.groupby(actions, lambda a: (a["action"], a["rule"])):
+        same = list(group)
+        why = _RULES.get(rule[1], rule[1])
+        if rule[0] == "skip_step":
+            words.append(f"skipped {len(same)} {'batch' if len(same) == 1 else 'batches'} ({why})")
+        elif rule[0] == "rollback":
+            words.append(f"rolled back to step {same[-1].get('target')} ({why})")
+        else:
+            words.append(f"{rule[0]} ({why})")
     if lowest_lr_factor < 1.0:
-        words.append(f"rate x{lowest_lr_factor:g}, re-warmed")
+        words.append(f"learning rate x{lowest_lr_factor:g}, then re-warmed")
     return ", ".join(words)
-
-
-def _skips(skips: Mapping[str, int]) -> list[str]:
-    return [f"skipped {count} ({_RULES.get(rule, rule)})" for rule, count in skips.items()]
 
 
 def _sidecar(report: Mapping[str, Any]) -> list[str]:
