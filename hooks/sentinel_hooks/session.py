@@ -29,6 +29,7 @@ import logging
 import math
 import os
 import secrets
+import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -63,6 +64,7 @@ from sentinel.core.types import (
     Source,
 )
 from sentinel.traces.recorder import Recorder
+from sentinel.wire.messages import Layer
 from sentinel_hooks import reduce
 from sentinel_hooks.adapters import plain
 from sentinel_hooks.canary import Canary
@@ -1022,7 +1024,17 @@ def attach(
         run=run,
         incarnation=incarnation,
         policy=chosen,
-        pinned=policy != "default" or mode is not None,
+        pinned=policy != "default",
+        mode=None if mode is None else chosen.mode,
+        layers=[
+            Layer(layer.name, layer.kind, block=layer.block, attention=layer.attention)
+            for layer in LayerTable.of(target.models).layers
+        ],
+        info={
+            "host": socket.gethostname(),
+            "pid": str(os.getpid()),
+            "torch": torch.__version__,
+        },
     )
     session = Session(
         target,
