@@ -1,6 +1,7 @@
 """From one observation to readings: every detector is asked once.
 
     judge(stats, observation, policy) -> Judged
+    judge_loss(stats, observation, policy)          the part of it that says hot or cool
     learn(stats, observation, judged, policy, ...) -> Stats
 
 Judging does not depend on what is done with the step afterwards; learning does (a norm is
@@ -53,15 +54,25 @@ class Judged:
     band: Severity | None
 
 
-def judge(stats: Stats, observation: Observation, policy: Policy) -> Judged:
-    """Ask every detector about this step; a blind observation counts as unmeasured."""
+def judge_loss(
+    stats: Stats, observation: Observation, policy: Policy
+) -> tuple[SpikeState, SpikeReading, ShiftState, ShiftReading]:
+    """What the loss says of this step: a sudden excess makes it hot, and so does a slow one."""
     blind = observation.blind
     loss = None if blind else observation.loss
     norm = None if blind else observation.grad_norm
-    spike_state, spike_reading = spike.observe(stats.spike, loss, norm, policy.spike)
-    shift_state, shift_reading = level_shift.observe(
-        stats.shift, loss, spike_reading.sigma, policy.level_shift
-    )
+    spike_state, reading = spike.observe(stats.spike, loss, norm, policy.spike)
+    shift_state, shift = level_shift.observe(stats.shift, loss, reading.sigma, policy.level_shift)
+    if shift.away and not reading.hot:
+        reading = spike.adrift(reading, shift)
+    return spike_state, reading, shift_state, shift
+
+
+def judge(stats: Stats, observation: Observation, policy: Policy) -> Judged:
+    """Ask every detector about this step; a blind observation counts as unmeasured."""
+    blind = observation.blind
+    norm = None if blind else observation.grad_norm
+    spike_state, spike_reading, shift_state, shift_reading = judge_loss(stats, observation, policy)
     columns = observation.columns
     hot_logits: tuple[int, ...] = ()
     odd_updates: tuple[int, ...] = ()

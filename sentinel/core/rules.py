@@ -27,9 +27,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sentinel.core.detectors import spike
 from sentinel.core.incidents import INSTABILITY, LEVEL_SHIFT, find
-from sentinel.core.judge import Judged
+from sentinel.core.judge import Judged, judge_loss
 from sentinel.core.policy import CanaryMode, Policy, RuleConfig, Rules
 from sentinel.core.state import Ledger, RuleMemory, State
 from sentinel.core.types import (
@@ -117,10 +116,7 @@ def asks_canary(state: State, observation: Observation, policy: Policy) -> bool:
         or ledger.spike_count + 1 < rule.for_steps
     ):
         return False
-    _, reading = spike.observe(
-        state.stats.spike, observation.loss, observation.grad_norm, policy.spike
-    )
-    return reading.hot
+    return judge_loss(state.stats, observation, policy)[1].hot
 
 
 def plan(state: State, observation: Observation, judged: Judged, policy: Policy) -> Plan:

@@ -1,8 +1,9 @@
-"""Order statistics of short sorted windows, in plain Python.
+"""Order statistics of short sorted windows, and the scale losses are compared on.
 
     ordered = sorted(window)
     m = median(ordered)
     s = mad(ordered, m)
+    y = to_log(loss, floor)
 
 At 64 values numpy's call overhead costs more than the work, so the scalar detectors sort lists.
 Every function takes values that are sorted already: one sort serves median, spread and quantile.
@@ -64,3 +65,14 @@ def quantile(ordered: Sequence[float], q: float, centre: float = 0.0) -> float:
     high = ordered[i + 1] - centre
     # From the nearer neighbour, as numpy does.
     return low + (high - low) * t if t < 0.5 else high - (high - low) * (1 - t)
+
+
+def to_log(loss: float, floor: float) -> float:
+    """y = ln(loss); below `floor` [nats], where relative moves are noise, linear in the loss."""
+    return math.log(loss) if loss >= floor else math.log(floor) - (floor - loss)
+
+
+def to_loss(y: float, floor: float) -> float:
+    """The loss of which `to_log` makes y."""
+    low = math.log(floor)
+    return math.exp(min(y, 709.0)) if y >= low else floor - (low - y)

@@ -7,6 +7,12 @@ slowly for any single step to stand out. So every `every` steps the median of th
 losses (in ln, hot ones included) is compared with the lowest such median of the last `look`
 steps; the rise must exceed `rise` and `z` times the smoothed spread of the loss.
 
+That is worth a finding. A slow divergence is worth more: a learning rate that creeps up by 3 % a
+step lifts the loss so gently that the spike detector's baseline goes along and no step is ever
+hot. So once the drift exceeds `away_rise`, a step that lies as far above the lowest level itself
+is `away`, and counts as a spike step; but at most `accept_after` of them, then the level is taken
+as it is.
+
 Units:   loss [nats/token]; sigma, drift, rise [ln nats]; steps are steps with a finite loss.
 Purity:  no clock, no I/O, no randomness; memory bounded by width + 2 look / every numbers, and
          in practice far less: only medians that can still become the lowest are kept.
@@ -19,7 +25,7 @@ import math
 from dataclasses import dataclass
 
 from sentinel.core import bounds
-from sentinel.core.windows import median
+from sentinel.core.windows import median, to_log, to_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +41,9 @@ class ShiftConfig:
         decay: of the smoothing, per step.
         needed: medians that must exist before it speaks.
         loss_floor: below it y is linear in the loss, as in the spike detector.
+        away_rise: least drift, instead of `rise`, at which steps are away [ln nats]; 0 switches
+            this off.
+        accept_after: steps that are away after which the level is accepted.
     """
 
     width: int = 32
@@ -45,6 +54,8 @@ class ShiftConfig:
     decay: float = 0.98
     needed: int = 4
     loss_floor: float = 0.05
+    away_rise: float = 0.3
+    accept_after: int = 128
 
     def __post_init__(self) -> None:
         bounds.check(
@@ -57,6 +68,8 @@ class ShiftConfig:
             decay=(self.decay, 0.0, 0.999999),
             needed=(self.needed, 1, 10_000),
             loss_floor=(self.loss_floor, 1e-9, 1e6),
+            away_rise=(self.away_rise, 0.0, 100.0),
+            accept_after=(self.accept_after, 1, 1_000_000),
         )
 
 
@@ -70,6 +83,8 @@ class ShiftState:
         lows: (count, median) of medians that may still become the lowest, rising in both.
         medians: how many medians were taken.
         spread: smoothed spread of the loss; negative before the first one.
+        drift, shifted: what the last median said; `low` is the level it was compared with.
+        away: steps that were away since the drift last was small.
     """
 
     count: int = 0
@@ -79,14 +94,29 @@ class ShiftState:
     spread: float = -1.0
     drift: float = 0.0
     shifted: bool = False
+    low: float = 0.0
+    away: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ShiftReading:
-    """Drift above the lowest recent level [ln nats], and whether it counts as a shift."""
+    """One step as the detector sees it.
+
+    Attributes:
+        drift: last median above the lowest recent one [ln nats].
+        shifted: whether that counts as a shift.
+        away: this step counts as a spike step.
+        excess: this step above the lowest recent median [ln nats]; 0 when not away.
+        score: the same in smoothed spreads.
+        baseline: the lowest recent median [nats]; None when not away.
+    """
 
     drift: float
     shifted: bool
+    away: bool = False
+    excess: float = 0.0
+    score: float = 0.0
+    baseline: float | None = None
 
 
 def observe(
@@ -98,8 +128,7 @@ def observe(
     """
     if loss is None or not -math.inf < loss < math.inf:
         return state, ShiftReading(state.drift, state.shifted)
-    floor = config.loss_floor
-    y = math.log(loss) if loss >= floor else math.log(floor) - (floor - loss)
+    y = to_log(loss, config.loss_floor)
 
     spread = state.spread
     if sigma == sigma:
@@ -110,17 +139,34 @@ def observe(
         recent = recent[1 - config.width :]
     recent = (*recent, y)
     lows, medians, drift, shifted = state.lows, state.medians, state.drift, state.shifted
+    low, away = state.low, state.away
     if spread >= 0 and len(recent) == config.width and count % config.every == 0:
         level = median(sorted(recent))
         lows = tuple(p for p in lows if count - p[0] <= config.look)
         if lows and medians >= config.needed:
-            drift = level - lows[0][1]
+            low = lows[0][1]
+            drift = level - low
             shifted = drift > max(config.rise, config.z * spread)
         lows = (*(p for p in lows if p[1] < level), (count, level))
         medians += 1
+    reading = ShiftReading(drift, shifted)
+    if shifted and config.away_rise > 0.0:
+        least = max(config.away_rise, config.z * spread)
+        excess = y - low
+        if drift <= least:
+            away = 0
+        elif excess > least:
+            away += 1
+            reading = ShiftReading(
+                drift, shifted, True, excess, excess / spread, to_loss(low, config.loss_floor)
+            )
+            if away >= config.accept_after:
+                return ShiftState(spread=spread), reading
+    else:
+        away = 0
     return (
-        ShiftState(count, recent, lows, medians, spread, drift, shifted),
-        ShiftReading(drift, shifted),
+        ShiftState(count, recent, lows, medians, spread, drift, shifted, low, away),
+        reading,
     )
 
 

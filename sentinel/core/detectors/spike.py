@@ -37,9 +37,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from sentinel.core import bounds
+from sentinel.core.detectors.level_shift import ShiftReading
 from sentinel.core.errors import ConfigError
 from sentinel.core.types import Status
-from sentinel.core.windows import MAD_TO_STD, Q90_TO_STD, mad, median, quantile
+from sentinel.core.windows import MAD_TO_STD, Q90_TO_STD, mad, median, quantile, to_log, to_loss
 
 LONE_KEPT = 16  # lone outliers remembered
 LONE_RUN = 2  # hot steps in a row, at most, that still are one lone outlier
@@ -207,7 +208,7 @@ def observe(
     if not -_INF < loss < _INF:
         return _nonfinite_loss(state, config)
 
-    y = _to_log(loss, config.loss_floor)
+    y = to_log(loss, config.loss_floor)
     grad_finite = True
     log_norm = None
     if grad_norm is not None:
@@ -284,7 +285,7 @@ def observe(
             r,
             0 if grad_finite else 3,
             False,
-            _from_log(predicted, config.loss_floor),
+            to_loss(predicted, config.loss_floor),
             sigma,
             grad_score,
             False,
@@ -296,6 +297,21 @@ def observe(
 def restart(state: SpikeState) -> SpikeState:
     """Forget the baseline (a new level was accepted) and warm up anew."""
     return SpikeState()
+
+
+def adrift(reading: SpikeReading, shift: ShiftReading) -> SpikeReading:
+    """The same reading where the loss has crept away: hot, and measured from the lowest level."""
+    return SpikeReading(
+        Status.SPIKE if reading.level < 3 else reading.status,
+        shift.score,
+        shift.excess,
+        max(reading.level, 2),
+        True,
+        shift.baseline,
+        reading.sigma,
+        reading.grad_score,
+        reading.accepted_level,
+    )
 
 
 def _recurs(state: SpikeState, r: float, config: SpikeConfig) -> bool:
@@ -338,7 +354,7 @@ def _hot(
         r,
         level,
         True,
-        _from_log(predicted, config.loss_floor),
+        to_loss(predicted, config.loss_floor),
         sigma,
         grad_score,
         accepted,
@@ -424,12 +440,3 @@ def _offsets(n: int) -> tuple[float, ...]:
     h = n >> 1
     centre = h + (n - h) / 2
     return tuple(i - centre for i in range(n))
-
-
-def _to_log(loss: float, floor: float) -> float:
-    return math.log(loss) if loss >= floor else math.log(floor) - (floor - loss)
-
-
-def _from_log(y: float, floor: float) -> float:
-    low = math.log(floor)
-    return math.exp(min(y, 709.0)) if y >= low else floor - (low - y)

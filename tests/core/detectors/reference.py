@@ -216,14 +216,21 @@ def level_shift(
     decay: float = 0.98,
     needed: int = 4,
     loss_floor: float = 0.05,
-) -> list[tuple[float, bool]]:
-    """Item 8: (drift, shifted) after every step; the last answer stands until the next median."""
+    away_rise: float = 0.3,
+    accept_after: int = 128,
+) -> list[tuple[float, bool, float | None]]:
+    """Item 8: (drift, shifted, excess when away) after every step.
+
+    Drift and shifted stand until the next median.
+    """
     ys: list[float] = []
     medians: list[tuple[int, float]] = []
     ema: float | None = None
-    answer = (0.0, False)
-    answers: list[tuple[float, bool]] = []
+    drift, shifted, low, away = 0.0, False, 0.0, 0
+    answers: list[tuple[float, bool, float | None]] = []
     for loss, sigma in zip(losses, sigmas, strict=True):
+        excess = None
+        forget = False
         if loss is not None and math.isfinite(loss):
             ys.append(transform(loss, loss_floor))
             if not math.isnan(sigma):
@@ -233,8 +240,20 @@ def level_shift(
                 now = float(np.median(ys[-width:]))
                 within = [m for at, m in medians if n - at <= look]
                 if within and len(medians) >= needed:
-                    drift = now - min(within)
-                    answer = (drift, drift > max(rise, z * ema))
+                    low = min(within)
+                    drift = now - low
+                    shifted = drift > max(rise, z * ema)
                 medians.append((n, now))
-        answers.append(answer)
+            # Far away: steps as far above the lowest level as the drift itself must be.
+            far = ema is not None and shifted and away_rise > 0 and drift > max(away_rise, z * ema)
+            if not far:
+                away = 0
+            elif ema is not None and ys[-1] - low > max(away_rise, z * ema):
+                excess = ys[-1] - low
+                away += 1
+                forget = away == accept_after
+        answers.append((drift, shifted, excess))
+        if forget:
+            ys, medians, away = [], [], 0
+            drift, shifted, low = 0.0, False, 0.0
     return answers

@@ -17,7 +17,7 @@ from tests.core.detectors import reference
 from tests.core.detectors.series import Series, series
 
 CONFIG = ShiftConfig()
-TINY = ShiftConfig(width=4, every=2, look=12, needed=2)
+TINY = ShiftConfig(width=4, every=2, look=12, needed=2, away_rise=0.15, accept_after=5)
 
 
 def run(
@@ -77,6 +77,43 @@ def test_nothing_is_said_before_a_spread_was_measured() -> None:
     assert state.lows == ()
 
 
+def ramp(per_step: float, seed: int = 0) -> list[float | None]:
+    rng = random.Random(seed)
+    rises = [max(0, i - 300) * per_step for i in range(500)]
+    return [3.0 * math.exp(rise + 0.08 * rng.gauss(0, 1)) for rise in rises]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slow_divergence_is_away_though_no_step_is_hot(seed: int) -> None:
+    s, state, hot, away = spike.SpikeState(), ShiftState(), 0, []
+    for i, loss in enumerate(ramp(0.008, seed)):
+        s, reading = spike.observe(s, loss, None, spike.SpikeConfig())
+        hot += reading.hot
+        state, shift = observe(state, loss, reading.sigma, CONFIG)
+        away += [i] if shift.away else []
+    assert hot == 0
+    assert 340 < away[0] < 375
+    assert len([i for i in away if 375 <= i < 400]) > 20
+
+
+def test_a_step_is_away_only_if_it_is_far_above_itself() -> None:
+    state, _ = run(noisy(300, 3.0) + noisy(60, 4.5), [0.017] * 360)
+    _, low = observe(state, 3.0, 0.017, CONFIG)
+    assert (low.shifted, low.away) == (True, False)
+    _, high = observe(state, 4.5, 0.017, CONFIG)
+    assert high.away
+    assert high.baseline == pytest.approx(3.0, abs=0.05)
+    assert high.excess == pytest.approx(math.log(1.5), abs=0.02)
+    off = dataclasses.replace(CONFIG, away_rise=0.0)
+    assert not observe(state, 4.5, 0.017, off)[1].away
+
+
+def test_after_so_many_steps_the_level_is_taken_as_it_is() -> None:
+    _, readings = run(noisy(300, 3.0) + noisy(500, 4.5), [0.017] * 800)
+    assert sum(r.away for r in readings) == CONFIG.accept_after
+    assert not any(r.shifted for r in readings[500:])
+
+
 def test_restarting_makes_now_the_new_normal() -> None:
     state, readings = run(noisy(300, 3.0) + noisy(100, 3.6), [0.017] * 400)
     assert readings[-1].shifted
@@ -95,10 +132,11 @@ def test_it_equals_the_plain_reference(steps: Series, seed: int) -> None:
     rng = random.Random(seed)
     losses = [loss for loss, _ in steps]
     sigmas = [rng.choice([math.nan, 0.01, 0.02, 0.05]) for _ in losses]
-    for config in (TINY, ShiftConfig(width=3, every=1, look=5, needed=1)):
+    for config in (TINY, ShiftConfig(width=3, every=1, look=5, needed=1, away_rise=0.0)):
         _, readings = run(losses, sigmas, config)
         expected = reference.level_shift(losses, sigmas, **dataclasses.asdict(config))
-        assert [(r.drift, r.shifted) for r in readings] == expected
+        got = [(r.drift, r.shifted, r.excess if r.away else None) for r in readings]
+        assert got == expected
 
 
 @settings(max_examples=60, deadline=None)
