@@ -621,6 +621,9 @@ class RemoteLink:
             self._unregistered(error)
         except ProtocolError as error:
             self._unregistered(MissError("garbled", str(error)))
+        except Exception as error:  # noqa: BLE001 (attach goes on, and the trainer decides)
+            self._caught("link", error)
+            self._unregistered(MissError("internal", f"{type(error).__name__}: {error}"))
         try:
             self._fast.resolve()
         except MissError:

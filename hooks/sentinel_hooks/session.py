@@ -1033,7 +1033,7 @@ def attach(
         info={
             "host": socket.gethostname(),
             "pid": str(os.getpid()),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
         },
     )
     session = Session(

@@ -149,14 +149,16 @@ _FIELDS = {kind: tuple(f.name for f in dataclasses.fields(kind)) for kind, _ in 
 _DECISION_FIELDS = WireDecision.__struct_fields__
 
 
-def _numpy_scalar(value: Any) -> Any:
-    """msgspec's hook for types it does not know: numpy scalars are written as Python numbers."""
+def _unknown(value: Any) -> Any:
+    """msgspec's hook for types it does not know: numpy scalars and strings of another class."""
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, str):
+        return str.__str__(value)  # torch.__version__ is one of these
     raise TypeError(f"cannot encode {type(value).__name__}")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_numpy_scalar)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_unknown)
 encode: Any = _encoder.encode  # any message or value of this package, to msgpack
 _state = msgspec.msgpack.Decoder(State)
 _stats = msgspec.msgpack.Decoder(Stats)
