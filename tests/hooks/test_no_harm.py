@@ -50,6 +50,7 @@ def _without_growth(before: Any, after: Any) -> Any:
     return after
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inside inductor
 @pytest.mark.parametrize("name", list(WORLDS))
 def test_an_attached_run_ends_bitwise_as_the_unattached_one_and_its_trace_holds_true_norms(
     name: str, tmp_path: Path
