@@ -147,7 +147,7 @@ def train(
             lr *= active["ramp"].factor ** (step - active["ramp"].start)
         if "weights" in active:
             with torch.no_grad():
-                model.blocks[-1].down.weight[:8] *= active["weights"].factor
+                model.blocks[-1].down.weight[:32] *= active["weights"].factor
         if "moments" in active:
             for state in optimizer.state.values():
                 state["exp_avg_sq"].zero_()
@@ -260,8 +260,8 @@ def plans(seed: int) -> list[Plan]:
         ),
         Plan("weights_x300", 0, faults=(Fault("weights", at(), 1, 300.0),)),
         Plan("moments_lost", 0, lr=1e-2, faults=(Fault("moments", at(), 1),)),
-        Plan("lr_burst", 0, faults=(Fault("lr", at(), rng.randint(3, 8), 60.0),)),
-        Plan("lr_jump", 0, faults=(Fault("lr", at(), rng.randint(20, 60), 60.0),)),
+        Plan("lr_burst", 0, faults=(Fault("lr", at(), rng.randint(3, 8), 200.0),)),
+        Plan("lr_jump", 0, faults=(Fault("lr", at(), rng.randint(20, 60), 150.0),)),
         Plan("lr_x100", 0, faults=(Fault("lr", at(), STEPS, 100.0),)),
         Plan("lr_x300", 0, clip=None, faults=(Fault("lr", at(), STEPS, 300.0),)),
         Plan("lr_ramp", 0, clip=None, faults=(Fault("ramp", at(70, 90), STEPS, 1.04),)),

@@ -9,9 +9,10 @@ steps; the rise must exceed `rise` and `z` times the smoothed spread of the loss
 
 That is worth a finding. A slow divergence is worth more: a learning rate that creeps up by 3 % a
 step lifts the loss so gently that the spike detector's baseline goes along and no step is ever
-hot. So once the drift exceeds `away_rise`, a step that lies as far above the lowest level itself
-is `away`, and counts as a spike step; but at most `accept_after` of them, then the level is taken
-as it is.
+hot. So once the drift exceeds `away_rise`, and `z` times the spread that the loss had at its lowest
+level, a step that lies as far above that level itself is `away`, and counts as a spike step. The
+spread of now will not do: a loss on its way from 3 to 180 has a spread of 2 in ln, above which
+nothing stands out. At most `accept_after` steps are away, then the level is taken as it is.
 
 Units:   loss [nats/token]; sigma, drift, rise [ln nats]; steps are steps with a finite loss.
 Purity:  no clock, no I/O, no randomness; memory bounded by width + 2 look / every numbers, and
@@ -80,21 +81,24 @@ class ShiftState:
     Attributes:
         count: steps with a finite loss so far.
         recent: the last `width` y, oldest first.
-        lows: (count, median) of medians that may still become the lowest, rising in both.
+        lows: (count, median, spread then) of medians that may still become the lowest, rising in
+            the first two.
         medians: how many medians were taken.
         spread: smoothed spread of the loss; negative before the first one.
-        drift, shifted: what the last median said; `low` is the level it was compared with.
+        drift, shifted: what the last median said; `low` is the level it was compared with, and
+            `low_spread` the smoothed spread at that time.
         away: steps that were away since the drift last was small.
     """
 
     count: int = 0
     recent: tuple[float, ...] = ()
-    lows: tuple[tuple[int, float], ...] = ()
+    lows: tuple[tuple[int, float, float], ...] = ()
     medians: int = 0
     spread: float = -1.0
     drift: float = 0.0
     shifted: bool = False
     low: float = 0.0
+    low_spread: float = 0.0
     away: int = 0
 
 
@@ -107,7 +111,7 @@ class ShiftReading:
         shifted: whether that counts as a shift.
         away: this step counts as a spike step.
         excess: this step above the lowest recent median [ln nats]; 0 when not away.
-        score: the same in smoothed spreads.
+        score: the same in the spreads of that time.
         baseline: the lowest recent median [nats]; None when not away.
     """
 
@@ -139,33 +143,28 @@ def observe(
         recent = recent[1 - config.width :]
     recent = (*recent, y)
     lows, medians, drift, shifted = state.lows, state.medians, state.drift, state.shifted
-    low, away = state.low, state.away
+    low, low_spread, away = state.low, state.low_spread, state.away
     if spread >= 0 and len(recent) == config.width and count % config.every == 0:
         level = median(sorted(recent))
         lows = tuple(p for p in lows if count - p[0] <= config.look)
         if lows and medians >= config.needed:
-            low = lows[0][1]
+            _, low, low_spread = lows[0]
             drift = level - low
             shifted = drift > max(config.rise, config.z * spread)
-        lows = (*(p for p in lows if p[1] < level), (count, level))
+        lows = (*(p for p in lows if p[1] < level), (count, level, spread))
         medians += 1
     reading = ShiftReading(drift, shifted)
-    if shifted and config.away_rise > 0.0:
-        least = max(config.away_rise, config.z * spread)
-        excess = y - low
-        if drift <= least:
-            away = 0
-        elif excess > least:
-            away += 1
-            reading = ShiftReading(
-                drift, shifted, True, excess, excess / spread, to_loss(low, config.loss_floor)
-            )
-            if away >= config.accept_after:
-                return ShiftState(spread=spread), reading
-    else:
+    if config.away_rise <= 0.0 or drift <= (least := max(config.away_rise, config.z * low_spread)):
         away = 0
+    elif y - low > least:
+        away += 1
+        excess = y - low
+        baseline = to_loss(low, config.loss_floor)
+        reading = ShiftReading(drift, shifted, True, excess, excess / low_spread, baseline)
+        if away >= config.accept_after:
+            return ShiftState(spread=spread), reading
     return (
-        ShiftState(count, recent, lows, medians, spread, drift, shifted, low, away),
+        ShiftState(count, recent, lows, medians, spread, drift, shifted, low, low_spread, away),
         reading,
     )
 

@@ -224,9 +224,9 @@ def level_shift(
     Drift and shifted stand until the next median.
     """
     ys: list[float] = []
-    medians: list[tuple[int, float]] = []
+    medians: list[tuple[int, float, float]] = []  # with the spread at that time
     ema: float | None = None
-    drift, shifted, low, away = 0.0, False, 0.0, 0
+    drift, shifted, low, low_spread, away = 0.0, False, 0.0, 0.0, 0
     answers: list[tuple[float, bool, float | None]] = []
     for loss, sigma in zip(losses, sigmas, strict=True):
         excess = None
@@ -238,22 +238,22 @@ def level_shift(
             n = len(ys)
             if ema is not None and n >= width and n % every == 0:
                 now = float(np.median(ys[-width:]))
-                within = [m for at, m in medians if n - at <= look]
+                within = [(m, -at, spread) for at, m, spread in medians if n - at <= look]
                 if within and len(medians) >= needed:
-                    low = min(within)
+                    low, _, low_spread = min(within)  # the latest of equal ones
                     drift = now - low
                     shifted = drift > max(rise, z * ema)
-                medians.append((n, now))
+                medians.append((n, now, ema))
             # Far away: steps as far above the lowest level as the drift itself must be.
-            far = ema is not None and shifted and away_rise > 0 and drift > max(away_rise, z * ema)
-            if not far:
+            least = max(away_rise, z * low_spread)
+            if not (away_rise > 0 and drift > least):
                 away = 0
-            elif ema is not None and ys[-1] - low > max(away_rise, z * ema):
+            elif ys[-1] - low > least:
                 excess = ys[-1] - low
                 away += 1
                 forget = away == accept_after
         answers.append((drift, shifted, excess))
         if forget:
             ys, medians, away = [], [], 0
-            drift, shifted, low = 0.0, False, 0.0
+            drift, shifted, low, low_spread = 0.0, False, 0.0, 0.0
     return answers

@@ -96,6 +96,19 @@ def test_a_slow_divergence_is_away_though_no_step_is_hot(seed: int) -> None:
     assert len([i for i in away if 375 <= i < 400]) > 20
 
 
+def test_a_loss_that_runs_away_does_not_hide_in_its_own_spread() -> None:
+    rng = random.Random(1)
+    losses = [3.0 * math.exp(0.09 * rng.gauss(0, 1)) for _ in range(300)]
+    losses += [3.0 * math.exp(0.0012 * i * i + 0.09 * rng.gauss(0, 1)) for i in range(60)]
+    s, state, flagged = spike.SpikeState(), ShiftState(), []
+    for i, loss in enumerate(losses):
+        s, reading = spike.observe(s, loss, None, spike.SpikeConfig())
+        state, shift = observe(state, loss, reading.sigma, CONFIG)
+        flagged += [i] if reading.hot or shift.away else []
+    assert flagged[0] < 335  # the loss is at 13 then
+    assert len([i for i in flagged if i >= 335]) == 25  # and at 200 in the end
+
+
 def test_a_step_is_away_only_if_it_is_far_above_itself() -> None:
     state, _ = run(noisy(300, 3.0) + noisy(60, 4.5), [0.017] * 360)
     _, low = observe(state, 3.0, 0.017, CONFIG)
