@@ -35,12 +35,14 @@ class Layer:
 
     Attributes:
         kind: the module's class.
+        shape: of its largest parameter.
         block: the first number in the FQN, which is the block index by custom; None without one.
         attention: the module, or one around it, is an attention by name.
     """
 
     name: str
     kind: str
+    shape: tuple[int, ...]
     block: int | None
     attention: bool
     parameters: int
@@ -92,6 +94,7 @@ class LayerTable:
                     Layer(
                         name=name,
                         kind=type(module).__name__,
+                        shape=_shape(max(own, key=_numel)),
                         block=int(block[1]) if block else None,
                         attention=bool(
                             _ATTENTION.search(name) or _ATTENTION.search(type(module).__name__)
@@ -110,6 +113,10 @@ def _clean(name: str) -> str:
         for part in name.split(".")
         if part not in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
     )
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    return () if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
 
 
 def _numel(parameter: nn.Parameter) -> int:

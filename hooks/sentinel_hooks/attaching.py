@@ -1,0 +1,171 @@
+"""attach(): check what was given, find the run's id, policy and sidecar, and start a Session.
+
+    session = sentinel.attach(model=model, optimizer=optimizer, lr_scheduler=s, grad_scaler=g)
+
+Errors:  AttachError or ConfigError, before anything of the user's was touched.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import os
+import platform
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sentinel.core.policy import Policy
+from sentinel.core.types import Mode
+from sentinel.wire import messages
+from sentinel_hooks.adapters import plain
+from sentinel_hooks.errors import AttachError
+from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.link import make_link
+from sentinel_hooks.session import Session, is_attached
+from sentinel_hooks.signals import Signals
+from sentinel_hooks.snapshots import Snapshots
+from sentinel_hooks.status import BlindSpot
+
+logger = logging.getLogger(__name__)
+
+RUN_ID_VARIABLE = "SENTINEL_RUN_ID"
+
+
+def attach(
+    trainer: Any = None,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+    grad_scaler: Any = None,
+    loss_fn: Any = None,
+    policy: str | Path | Policy = "default",
+    mode: Mode | str | None = None,
+    sidecar: str | None = "auto",
+    decide: str | None = None,
+    run_id: str | None = None,
+    run_dir: str | Path = "sentinel-runs",
+    record: bool = True,
+    signals: Signals | None = None,
+    snapshots: Snapshots | None = None,
+    extra_state: Sequence[Any] = (),
+    batch_id: Callable[[], str] | None = None,
+    norm_fn: Callable[[], Any] | None = None,
+) -> Session:
+    """Watch a training loop, and undo the step that breaks it.
+
+    Args:
+        trainer: not supported yet; give the objects.
+        model: the module(s) the loop calls: the compiled or DDP wrapper, not the inside.
+        optimizer: the optimizer(s) the loop steps; several of one loop are one logical step.
+        lr_scheduler: never touched; named so that one call says all.
+        grad_scaler: the GradScaler, if the loop has one. Without it losses look scaled.
+        loss_fn: lets the canary tell bad data from bad weights when the model does not return its
+            loss: a loss module that the loop calls, or a function that it calls as
+            session.loss(batch); see canary.py.
+        policy: a shipped policy's name, a TOML file, or a Policy.
+        mode: "act" or "observe"; default what the policy says.
+        sidecar: "auto" ($SENTINEL_SIDECAR, else the standard socket, else none), None, or a URL.
+        decide: "sidecar" (wait for it, up to the deadline) or "trainer" (never wait).
+        run_id: default $SENTINEL_RUN_ID, else a new one.
+        run_dir: the trace is written to run_dir/run_id.
+        record: write the trace.
+        extra_state: objects with state_dict() and load_state_dict() that a rollback puts back.
+        batch_id: called once a step; names the batch in reports.
+        norm_fn: called at the gate, returns the global gradient norm, where ours would be wrong.
+
+    Raises:
+        AttachError: something is missing, of the wrong type, or already attached.
+        ConfigError: the policy or another setting makes no sense.
+    """
+    if trainer is not None:
+        raise AttachError(
+            f"attach(trainer) cannot take {type(trainer).__name__} yet; pass the objects: "
+            "attach(model=..., optimizer=..., lr_scheduler=..., grad_scaler=...)"
+        )
+    target = plain.collect(model, optimizer, lr_scheduler, grad_scaler, extra_state)
+    for number, item in enumerate(target.optimizers):
+        if is_attached(item):
+            raise AttachError(
+                f"optimizer {number} is attached already; detach() the other session first, or use "
+                "the one that is there"
+            )
+    if loss_fn is not None and not callable(loss_fn):
+        raise AttachError(f"loss_fn must be callable, got {type(loss_fn).__name__}")
+    for name, value in (("batch_id", batch_id), ("norm_fn", norm_fn)):
+        if value is not None and not callable(value):
+            raise AttachError(f"{name} must be a function without arguments, got {value!r}")
+    for name, given, kind in (("signals", signals, Signals), ("snapshots", snapshots, Snapshots)):
+        if given is not None and not isinstance(given, kind):
+            raise AttachError(
+                f"{name} must be a sentinel_hooks.{kind.__name__}, got {type(given).__name__}"
+            )
+
+    spots: list[BlindSpot] = []
+    ranks = _ranks()
+    if ranks > 1:
+        mode = Mode.OBSERVE
+        spots.append(
+            BlindSpot(
+                f"{ranks} ranks: this version only observes, because ranks that decide alone could "
+                "act differently",
+                "",
+            )
+        )
+    chosen = Policy.load(policy).with_mode(mode)
+    run = run_id or os.environ.get(RUN_ID_VARIABLE) or _new_run_id()
+    if run in (".", "..") or any(c in run for c in "/\\\0"):
+        raise AttachError(f"run_id must be usable as a directory name, got {run!r}")
+    incarnation = secrets.token_hex(4)  # os.urandom: no global generator moves
+    table = LayerTable.of(target.models)
+    link = make_link(
+        sidecar,
+        decide,
+        run=run,
+        incarnation=incarnation,
+        policy=chosen,
+        pinned=policy != "default",
+        mode=Mode(mode) if mode is not None else None,
+        layers=[
+            messages.Layer(x.name, x.kind, x.shape, x.block, x.attention) for x in table.layers
+        ],
+        info={"host": platform.node(), "pid": str(os.getpid()), "torch": torch.__version__},
+    )
+    session = Session(
+        target,
+        table,
+        run_id=run,
+        run_dir=Path(run_dir),
+        link=link,
+        record=record,
+        incarnation=incarnation,
+        loss_fn=loss_fn,
+        signals=signals if signals is not None else Signals(),
+        snapshots=snapshots if snapshots is not None else Snapshots(),
+        batch_id=batch_id,
+        norm_fn=norm_fn,
+        blind_spots=spots,
+    )
+    logger.info(
+        "attached run=%s policy=%s mode=%s layers=%s optimizers=%s",
+        run,
+        session.policy.name,
+        session.policy.mode,
+        len(session.layers),
+        len(target.optimizers),
+    )
+    return session
+
+
+def _new_run_id() -> str:
+    now = dt.datetime.now(dt.UTC)
+    return f"r{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def _ranks() -> int:
+    dist = torch.distributed
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

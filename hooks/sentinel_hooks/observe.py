@@ -1,0 +1,280 @@
+"""The observer: from backward passes and clips to one Observation per logical step.
+
+    observer.before_backward(), after_backward(), on_clip(), zeroed()     the seams call these
+    observation, canary_loss = observer.observe(step, attempt, members, canary_loss)
+    observer.used()                                                      the step was decided
+
+It keeps the roots of backward passes that moved gradients of ours, until they are used by a
+decision or the gradients are dropped. The loss of a step is the sum of its roots: loops that
+accumulate divide each by their number, as gradients add up.
+
+With several optimizers each root and each gradient belongs to some of them (bits of an int), so
+that a decision looks only at gradients newer than their optimizer's last step.
+
+Purity:  only observe() and late_nonfinite() wait for the device; observe() once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sentinel.core.types import LAYER_GRAD_NORM, NO_COLUMNS, Column, Command, Observation
+from sentinel_hooks import reduce
+from sentinel_hooks.guard import Guard
+from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.probes.grads import GradProbe, tensor_norms
+from sentinel_hooks.probes.read import read
+from sentinel_hooks.scaling import left_scale, loss_scale
+from sentinel_hooks.signals import Signals
+from sentinel_hooks.target import Target
+
+logger = logging.getLogger(__name__)
+
+Mark = list[list[tuple[int, int] | None]]
+
+
+@dataclass(slots=True)
+class _Root:
+    """One backward root, detached; `members` (bits) are the optimizers whose gradients it moved."""
+
+    value: Tensor
+    members: int
+
+
+class Observer:
+    """Collects what the seams see and measures it at the gate."""
+
+    def __init__(
+        self,
+        target: Target,
+        table: LayerTable,
+        guard: Guard,
+        awake: Callable[[], bool],
+        *,
+        signals: Signals,
+        batch_id: Callable[[], str] | None = None,
+        norm_fn: Callable[[], Any] | None = None,
+        reducer: reduce.Reducer = reduce.alone,
+    ) -> None:
+        """Watch `target`'s gradients while `awake()`."""
+        self._target = target
+        self._guard = guard
+        self._awake = awake
+        self._signals = signals
+        self._batch_id = batch_id
+        self._norm_fn = norm_fn
+        self._reduce = reducer
+        self._layers = len(table)
+        self._seq = 0
+        self._roots: list[_Root] = []
+        self.probe = GradProbe(target.optimizers, table)
+        self.fresh = 0  # bits: gradients moved since the optimizer's last gate
+        self.newer = 0  # bits: gradients moved since the decision of this logical step
+        self.rows = -1  # of the last training forward's first tensor
+        self.steps_without_loss = 0
+
+    # -- what the seams tell -----------------------------------------------------------------
+
+    @property
+    def accumulating(self) -> bool:
+        """Gradients have been made that no step has used yet."""
+        return bool(self._roots)
+
+    def before_backward(self) -> Mark | None:
+        """Loss tap: the gradients as they are now."""
+        if not self._awake():
+            return None
+        return self._guard.run("backward", self._mark)
+
+    def after_backward(self, roots: Sequence[Tensor], mark: Mark | None) -> None:
+        """Loss tap: which gradients moved, and the loss that moved them."""
+        if mark is not None:
+            self._guard.run("backward", self._collect, roots, mark)
+
+    def on_clip(
+        self, parameters: Sequence[Tensor], grads: Sequence[Tensor], norms: Tensor | None
+    ) -> None:
+        """Clip tap: the gradients are about to be scaled."""
+        if parameters and self._awake():
+            self._guard.run("clip", self._clipped, parameters, grads, norms)
+
+    def zeroed(self, bit: int) -> None:
+        """The user dropped the gradients of one optimizer."""
+        self.fresh &= ~bit
+        self.forget(bit)
+        self.probe.forget_clips()
+
+    def forget(self, bit: int) -> None:
+        """Roots that moved only this optimizer's gradients are done with."""
+        if self._roots:
+            for root in self._roots:
+                root.members &= ~bit
+            self._roots = [r for r in self._roots if r.members]
+
+    def used(self) -> None:
+        """All that was collected went into a decision, or is void."""
+        self._roots = []
+        self.newer = 0
+        self.probe.forget_clips()
+
+    def _mark(self) -> Mark:
+        self.probe.refresh()
+        self.probe.forget_clips()  # clipped, and now the gradients move again
+        marks: Mark = []
+        empty = True
+        for member in self.probe.members:
+            mark = [
+                (id(g), g._version) if (g := p.grad) is not None else None
+                for p in member.parameters
+            ]
+            if empty and any(mark):
+                empty = False
+            marks.append(mark)
+        if empty and self._roots:  # all gradients were dropped since: a new accumulation
+            self._roots = []
+            self.fresh = 0
+        return marks
+
+    def _collect(self, roots: Sequence[Tensor], marks: Mark) -> None:
+        moved = 0
+        for m, (member, mark) in enumerate(zip(self.probe.members, marks, strict=True)):
+            for p, before in zip(member.parameters, mark, strict=True):
+                g = p.grad
+                if g is not None and (before is None or (id(g), g._version) != before):
+                    moved |= 1 << m
+                    break
+        if moved:
+            self.fresh |= moved
+            self.newer |= moved
+            self._roots += [_Root(root, moved) for root in roots]
+
+    def _clipped(
+        self, parameters: Sequence[Tensor], grads: Sequence[Tensor], norms: Tensor | None
+    ) -> None:
+        if self._target.live_scaler is not None:
+            owner = next(
+                (
+                    m
+                    for m, member in enumerate(self.probe.members)
+                    if any(parameters[0] is p for p in member.parameters)
+                ),
+                None,
+            )
+            scale = left_scale(self._target, owner) if owner is not None else None
+            if scale is not None:  # clipped without unscale_: the norms are scaled too
+                if norms is None:
+                    norms = torch.stack([n.to(grads[0].device) for n in tensor_norms(grads)])
+                norms = norms / scale
+        self.probe.clipped(parameters, grads, norms)
+
+    # -- measuring ---------------------------------------------------------------------------
+
+    def observe(
+        self,
+        step: int,
+        attempt: int,
+        members: Sequence[int],
+        canary_loss: Tensor | None,
+        commands: tuple[Command, ...],
+    ) -> tuple[Observation, float | None]:
+        """Everything about this step, and the value of `canary_loss`, in one read.
+
+        Args:
+            members: the optimizers whose gradients take part.
+        """
+        scaler = self._target.live_scaler
+        scales = {m: left_scale(self._target, m) for m in members} if scaler is not None else None
+        pending = self.probe.measure(members, scales)
+        lr = self._first_lr()
+        scalars = [r.value for r in self._roots]
+        losses = len(scalars)
+        if canary_loss is not None:
+            scalars.append(canary_loss)
+        if isinstance(lr, Tensor):
+            scalars.append(lr)
+        vectors, values = read(pending.norms, scalars)
+        if isinstance(lr, Tensor):
+            lr = values.pop()
+        canary_value = values.pop() if canary_loss is not None else None
+        scale = loss_scale(scaler)
+        loss: float | None = None
+        if losses:
+            loss = sum(values)
+            if scale is not None:
+                loss /= scale
+        self.steps_without_loss = 0 if losses else self.steps_without_loss + 1
+
+        norms = self.probe.resolve(pending, vectors)
+        check = loss is not None and not math.isfinite(loss)
+        self._seq += 1
+        together = reduce.unpack(
+            self._reduce(
+                reduce.pack(
+                    reduce.Part(
+                        attempt=attempt,
+                        seq=self._seq,
+                        loss=loss,
+                        total_sq=norms.total_sq if norms is not None else None,
+                        layer_sq_L=norms.layer_sq_L if norms is not None else None,
+                        params_bad=check and not self._params_finite(),
+                    ),
+                    self._layers,
+                )
+            )
+        )
+        norm: float | None = None
+        columns = NO_COLUMNS
+        if together.total_sq is not None and together.layer_sq_L is not None:
+            norm = math.sqrt(together.total_sq)
+            if self._signals.layer_grad_norm:
+                column_L: Column = np.sqrt(together.layer_sq_L).astype(np.float32)
+                columns = {LAYER_GRAD_NORM: column_L}
+        if self._norm_fn is not None:
+            norm = float(self._norm_fn())
+        observation = Observation(
+            step=step,
+            loss=together.loss,
+            grad_norm=norm,
+            lr=float(lr) if lr is not None else None,
+            loss_scale=scale,
+            params_finite=not together.params_bad if check else None,
+            shape=(losses, self.rows) if self.rows >= 0 else (losses,),
+            commands=commands,
+            blind=together.blind,
+            batch_id=str(self._batch_id()) if self._batch_id is not None else "",
+            columns=columns,
+        )
+        return observation, canary_value
+
+    def late_nonfinite(self, member: int) -> bool:
+        """This optimizer's gradients, made after the group's decision, are not finite."""
+        pending = self.probe.measure([member], {member: left_scale(self._target, member)})
+        vectors, _ = read(pending.norms, [])
+        norms = self.probe.resolve(pending, vectors)
+        return norms is not None and not math.isfinite(norms.total_sq)
+
+    def _first_lr(self) -> Any:
+        groups = self._target.optimizers[0].param_groups
+        return groups[0].get("lr") if groups else None
+
+    def _params_finite(self) -> bool:
+        """Only asked when the loss is not finite: one pass over all parameters."""
+        dense = [
+            p.detach()
+            for model in self._target.models
+            for p in model.parameters()
+            if not nn.parameter.is_lazy(p) and p.is_floating_point()
+        ]
+        vectors, _ = read([n.reshape(1) for n in tensor_norms(dense)], [])
+        return all(
+            math.isfinite(value[0]) or bool(torch.isfinite(p).all())
+            for p, value in zip(dense, vectors, strict=True)
+        )
