@@ -432,10 +432,18 @@ def test_a_lawful_change_of_the_data_is_let_through_and_never_rolled_back(seed: 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_cause_that_persists_spends_the_budget_and_then_acting_stops(seed: int) -> None:
-    faults_ = [Damage(200 + 30 * i, 3.0) for i in range(8)]
-    trainer = loop(list(faults_), seed, SMALL, steps=460)
-    assert len(rollbacks(trainer.steps)) <= 4
-    assert any(f.key == "budget_spent" for s in trainer.steps for f in s.decision.findings) or any(
-        f.key == "no_snapshot" for s in trainer.steps for f in s.decision.findings
-    )
+@pytest.mark.parametrize("halting", [False, True])
+def test_a_cause_that_persists_spends_the_budget_and_then_acting_stops(
+    seed: int, halting: bool
+) -> None:
+    rungs = replace(SMALL.rollback, relapse=0, budget=2, window=400, halt_when_spent=halting)
+    faults_: list[Fault] = [Damage(100 + 30 * i, 3.0) for i in range(8)]
+    trainer = loop(faults_, seed, replace(SMALL, rollback=rungs), steps=360)
+    assert len(rollbacks(trainer.steps)) == 2
+    spent = [s for s in trainer.steps if any(f.key == "budget_spent" for f in s.decision.findings)]
+    assert spent
+    assert trainer.halted == halting
+    after = [s for s in trainer.steps if s.observation.step > spent[0].observation.step]
+    rules = {s.decision.rule for s in after}
+    assert rules <= {"", "grad_norm", "nonfinite_grad", "nonfinite_loss", "nonfinite_params"}
+    assert spent[0].after.ledger.stopped or halting
