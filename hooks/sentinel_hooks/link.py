@@ -753,7 +753,14 @@ class RemoteLink:
         self._take_orders(reply)
         done = batch[-1].seq
         if reply.need_state:
-            self._hand_over_latest(deadline_s)
+            try:
+                self._hand_over_latest(deadline_s)
+            except MissError as error:
+                if error.reason != "refused":
+                    raise
+                # It cannot read our state: let it have the record at least.
+                self._live_from = self._seq
+                self._detail = str(error)
             done = reply.seq - 1
         with self._lock:
             while self._buffer and self._buffer[0].seq <= done:

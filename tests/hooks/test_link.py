@@ -57,6 +57,7 @@ class Sidecar:
 
     def __init__(self) -> None:
         self.down: MissError | None = None
+        self.cannot_read: MissError | None = None
         self.registrations: list[Register] = []
         self.handed: list[HandOver] = []
         self.frames: list[tuple[Frame, bool]] = []
@@ -120,6 +121,8 @@ class FakeClient:
 
     def put_state(self, message: HandOver, *, deadline_s: float) -> Accepted:
         self._up()
+        if self.sidecar.cannot_read is not None:
+            raise self.sidecar.cannot_read
         self.sidecar.handed.append(message)
         return Accepted(run="r")
 
@@ -420,6 +423,17 @@ class TestDelivery:
         after = sidecar.frames[[late for _, late in sidecar.frames].index(True) :] if handed else []
         assert all(late == (frame.seq < handed) for frame, late in after)
         assert {frame.seq for frame, _ in sidecar.frames} == set(range(5))
+
+    def test_a_sidecar_that_cannot_read_the_state_gets_the_record_all_the_same(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        sidecar.cannot_read = MissError("refused", "engine state cannot be read")
+        with linked(monkeypatch, sidecar, "trainer") as link:
+            sidecar.answers = [{"seq": 0, "decision": None, "need_state": True}]
+            Loop(link).step()
+            until(lambda: link.status().buffered == 0)
+        assert [(frame.seq, late) for frame, late in sidecar.frames] == [(0, False), (0, True)]
 
     def test_an_unknown_run_is_registered_again_at_once(
         self, monkeypatch: pytest.MonkeyPatch
