@@ -209,7 +209,7 @@ def well_formed(decision: Decision, state: State, observation: Observation) -> N
         assert not decision.take_snapshot
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), policies, st.sampled_from([0.0, 0.6, 0.95]))
 def test_nothing_that_is_measured_or_done_makes_it_raise_or_answer_nonsense(
     seed: int, name: str, sane: float
@@ -247,7 +247,7 @@ def rollbacks(steps: list[Step]) -> list[Step]:
     return [s for s in steps if s.decision.action is Action.ROLLBACK]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(faults, st.integers(0, 1000), st.sampled_from(["small", "no canary", "halting"]))
 def test_the_ladder_keeps_its_cooldown_and_budget(
     faults_: list[Fault], seed: int, name: str
@@ -273,7 +273,7 @@ def test_the_ladder_keeps_its_cooldown_and_budget(
         )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(faults, st.integers(0, 1000), st.sampled_from(["small", "no canary"]), st.booleans())
 def test_skips_in_a_row_are_bounded_unless_the_step_would_write_nan(
     faults_: list[Fault], seed: int, name: str, restores: bool
@@ -290,7 +290,7 @@ def test_skips_in_a_row_are_bounded_unless_the_step_would_write_nan(
         assert run <= policy.skip.in_a_row
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(faults, st.integers(0, 1000), st.sampled_from(["small", "no canary"]))
 def test_a_restored_state_has_the_statistics_of_the_snapshot(
     faults_: list[Fault], seed: int, name: str
@@ -310,7 +310,7 @@ def test_a_restored_state_has_the_statistics_of_the_snapshot(
                 assert later.before.ledger.counters.steps == earlier.after.ledger.counters.steps
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(faults, st.integers(0, 1000), policies, st.integers(1, 40))
 def test_a_run_resumed_from_its_bytes_goes_on_as_if_nothing_had_happened(
     faults_: list[Fault], seed: int, name: str, every: int
@@ -331,7 +331,7 @@ def test_a_run_resumed_from_its_bytes_goes_on_as_if_nothing_had_happened(
         assert codec.encode_state(state) == codec.encode_state(s.after)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(faults, st.integers(0, 1000))
 def test_observing_never_touches_the_run(faults_: list[Fault], seed: int) -> None:
     trainer = loop(faults_, seed, POLICIES["observe"])
@@ -359,7 +359,7 @@ def test_observing_would_do_first_what_acting_does_first() -> None:
         assert first.observation.step == would.observation.step
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(faults, st.integers(0, 1000), st.sampled_from(["small", "no canary"]))
 def test_the_learning_rate_is_cut_only_after_rollbacks_and_comes_back(
     faults_: list[Fault], seed: int, name: str
