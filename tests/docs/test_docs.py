@@ -96,3 +96,10 @@ def test_every_file_that_a_document_links_to_exists(path: Path) -> None:
     links = [x.split("#")[0] for x in re.findall(r"\]\(([^)\s]+)\)", text)]
     files = [x for x in links if x and not re.match(r"[a-z]+:", x)]
     assert [x for x in files if not (path.parent / x).exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_file_of_the_code_that_a_document_names_exists(path: Path) -> None:
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    named = re.findall(r"`((?:sentinel|hooks|tests|docs|\.ci)/[\w./-]*)`", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
