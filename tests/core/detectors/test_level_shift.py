@@ -110,13 +110,14 @@ def test_a_loss_that_runs_away_does_not_hide_in_its_own_spread() -> None:
 
 
 def test_a_step_is_away_only_if_it_is_far_above_itself() -> None:
-    state, _ = run(noisy(300, 3.0) + noisy(60, 4.5), [0.017] * 360)
+    state, _ = run(noisy(300, 3.0) + noisy(60, 4.5), [0.017] * 300 + [0.05] * 60)
     _, low = observe(state, 3.0, 0.017, CONFIG)
     assert (low.shifted, low.away) == (True, False)
     _, high = observe(state, 4.5, 0.017, CONFIG)
     assert high.away
     assert high.baseline == pytest.approx(3.0, abs=0.05)
     assert high.excess == pytest.approx(math.log(1.5), abs=0.02)
+    assert high.score == pytest.approx(high.excess / 0.017)  # the spread at the lowest level
     off = dataclasses.replace(CONFIG, away_rise=0.0)
     assert not observe(state, 4.5, 0.017, off)[1].away
 
