@@ -9,6 +9,9 @@ covered too. In the usual case (2-norm, plain float32 or float64 tensors on one 
 does what torch does, minus the grouping, and keeps the norms: bitwise equal, and no dearer. Every
 other case goes to torch's own code, and the listener measures before the gradients are scaled.
 
+`clip_grad_value_` hides the norm; it is measured before, if the name is looked up at call time. A
+loop that imported this one name before attach() is clipped unseen, and the norm is the one after.
+
 `error_if_nonfinite=True` raises as the user asked, before any gate could skip the step: that is an
 explicit wish, and stays one.
 
@@ -103,13 +106,28 @@ class ClipTap:
                     listener.on_clip(owners, grads, norms)
             clip(parameters, max_norm, total_norm, foreach)
 
+        by_value = clip_grad.clip_grad_value_
+
+        def clip_grad_value_(
+            parameters: Any, clip_value: float, foreach: bool | None = None
+        ) -> None:
+            if self._listeners:
+                parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+                owners = [p for p in parameters if p.grad is not None]
+                for listener in self._listeners:
+                    listener.on_clip(owners, [p.grad for p in owners], None)
+            by_value(parameters, clip_value, foreach)
+
         get_total_norm.__wrapped__ = total_norm  # type: ignore[attr-defined]
         clip_grads_with_norm_.__wrapped__ = clip  # type: ignore[attr-defined]
+        clip_grad_value_.__wrapped__ = by_value  # type: ignore[attr-defined]
         public = torch.nn.utils
         self._patches = [
             Patch(clip_grad, "_get_total_norm", get_total_norm),
             Patch(clip_grad, "_clip_grads_with_norm_", clip_grads_with_norm_),
+            Patch(clip_grad, "clip_grad_value_", clip_grad_value_),
             Patch(public, "get_total_norm", get_total_norm),
+            Patch(public, "clip_grad_value_", clip_grad_value_),
             Patch(public, "clip_grads_with_norm_", clip_grads_with_norm_),
         ]
 

@@ -1,0 +1,222 @@
+"""Layer norms of any kind of gradient; the oracle sums squares in float64, one tensor at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sentinel_hooks.layers import OTHER, LayerTable
+from sentinel_hooks.probes.grads import GradProbe, tensor_norms
+from sentinel_hooks.probes.read import read
+
+pytestmark = pytest.mark.torch
+
+
+class Odd(nn.Module):
+    """Tied weights, a frozen layer, a lazy one, a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.frozen = nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+        self.lazy = nn.LazyLinear(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, i: Tensor) -> Tensor:
+        out: Tensor = self.head(self.lazy(self.frozen(self.embed(i)) * self.scale))
+        return out.square().mean()
+
+
+def measured(probe: GradProbe, scale: float | None = None) -> tuple[float, list[float]]:
+    members = range(len(probe.members))
+    pending = probe.measure(members, dict.fromkeys(members, scale))
+    vectors, _ = read(pending.norms, [])
+    norms = probe.resolve(pending, vectors)
+    assert norms is not None
+    return math.sqrt(norms.total_sq), np.sqrt(norms.layer_sq_L).tolist()
+
+
+def brute_force(table: LayerTable, model: nn.Module, scale: float = 1.0) -> list[float]:
+    modules = dict(model.named_modules())
+    seen: set[int] = set()
+    found = []
+    for layer in table.layers:
+        square = 0.0
+        module = modules["" if layer.name == type(model).__name__ else layer.name]
+        for p in module.parameters(recurse=False):
+            if id(p) not in seen and p.grad is not None:
+                dense = p.grad.to_dense() if p.grad.is_sparse else p.grad
+                square += float((dense.double() / scale).square().sum())
+            seen.add(id(p))
+        found.append(math.sqrt(square))
+    return found
+
+
+def test_every_layer_has_its_norm_and_tied_weights_count_once() -> None:
+    torch.manual_seed(0)
+    model = Odd()
+    optimizer = torch.optim.AdamW(model.parameters())
+    table = LayerTable.of([model])
+    assert [layer.name for layer in table.layers] == ["Odd", "embed", "frozen", "lazy"]
+    probe = GradProbe([optimizer], table)
+    model(torch.arange(7)).backward()
+    total, layers = measured(probe)
+    assert layers == pytest.approx(brute_force(table, model), rel=1e-6)
+    assert layers[2] == 0.0
+    assert min(layers[0], layers[1], layers[3]) > 0.0
+    assert total == pytest.approx(math.sqrt(sum(x * x for x in layers)), rel=1e-12)
+
+
+def test_the_table_knows_blocks_and_attention_and_sees_through_wrappers() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(4, 12)
+
+    model = nn.ModuleDict(
+        {"blocks": nn.ModuleList([Attention(), Attention()]), "out": nn.Linear(4, 2)}
+    )
+    table = LayerTable.of([torch.compile(model, backend="eager")])  # type: ignore[list-item]
+    assert [(x.name, x.kind, x.shape, x.block, x.parameters) for x in table.layers] == [
+        ("blocks.0.qkv", "Linear", (12, 4), 0, 60),
+        ("blocks.1.qkv", "Linear", (12, 4), 1, 60),
+        ("out", "Linear", (2, 4), None, 10),
+    ]
+    assert table.rows()[0]["name"] == "blocks.0.qkv"
+    two = LayerTable.of([nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1))])
+    assert [x.name for x in two.layers] == ["0.Linear", "1.0"]
+    assert two.layers[1].block == 0
+
+
+def test_parameters_added_later_are_measured_and_those_of_no_layer_count_in_the_total() -> None:
+    model = nn.Linear(3, 3)
+    stranger = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    table = LayerTable.of([model])
+    probe = GradProbe([optimizer], table)
+    assert probe.unlisted == 0
+    for p in (model.weight, model.bias, stranger):
+        p.grad = torch.full_like(p, 2.0)
+    assert measured(probe)[0] == pytest.approx(6.0)
+    optimizer.add_param_group({"params": [model.bias, stranger]})
+    probe.refresh()
+    total, layers = measured(probe)
+    assert layers == pytest.approx([math.sqrt(48.0)])
+    assert total == pytest.approx(math.sqrt(56.0))
+    assert probe.unlisted == 1
+    assert table.index([stranger]).tolist() == [OTHER]
+
+
+@pytest.mark.parametrize(
+    ("grad", "norm"),
+    [
+        (torch.full((100,), 60000.0, dtype=torch.float16), 600000.0),  # fp16 ends at 65504
+        (torch.full((1000,), 0.001, dtype=torch.bfloat16), 0.0316066),
+        (torch.full((4,), 1e100, dtype=torch.float64), 2e100),
+        (torch.full((4,), 1e20), 2e20),  # its square is beyond float32
+        (torch.tensor([3.0 + 4.0j, 0.0]), 5.0),
+        (torch.empty(0), 0.0),
+    ],
+)
+def test_no_kind_of_gradient_overflows_or_is_rounded_away(grad: Tensor, norm: float) -> None:
+    model = nn.Module()
+    model.p = nn.Parameter(torch.zeros_like(grad))
+    probe = GradProbe([torch.optim.SGD(model.parameters(), lr=0.1)], LayerTable.of([model]))
+    model.p.grad = grad
+    total, layers = measured(probe)
+    assert total == pytest.approx(norm, rel=1e-3 if grad.dtype == torch.bfloat16 else 1e-6)
+    assert layers == [total]
+
+
+def test_a_mixture_of_kinds_is_measured_one_by_one() -> None:
+    i = torch.tensor([[0, 0, 2]])  # uncoalesced: the same row twice
+    grads: list[Tensor] = [
+        torch.ones(4),
+        torch.ones(4, dtype=torch.float64),
+        torch.ones(4, dtype=torch.bfloat16),
+        torch.sparse_coo_tensor(i, torch.ones(3, 2), (4, 2), check_invariants=True),
+    ]
+    assert [float(n) for n in tensor_norms(grads)] == pytest.approx([2.0, 2.0, 2.0, math.sqrt(10)])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_gradient_names_its_layer_and_no_other(bad: float) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    probe = GradProbe([torch.optim.SGD(model.parameters(), lr=0.1)], LayerTable.of([model]))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    model[1].weight.grad[0, 1] = bad  # type: ignore[index,union-attr]
+    total, layers = measured(probe)
+    assert not math.isfinite(total)
+    assert layers[0] == pytest.approx(math.sqrt(12))
+    assert not math.isfinite(layers[1])
+
+
+def test_gradients_still_scaled_are_divided() -> None:
+    model = nn.Linear(3, 3)
+    probe = GradProbe([torch.optim.SGD(model.parameters(), lr=0.1)], LayerTable.of([model]))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1024.0)
+    assert measured(probe, scale=1024.0)[0] == pytest.approx(math.sqrt(12))
+
+
+def test_no_gradient_is_no_measurement() -> None:
+    model = nn.Linear(3, 3)
+    probe = GradProbe([torch.optim.SGD(model.parameters(), lr=0.1)], LayerTable.of([model]))
+    pending = probe.measure([0])
+    assert probe.resolve(pending, []) is None
+
+
+def clips(probe: GradProbe, *groups: list[Any]) -> None:
+    for group in groups:
+        grads = [p.grad for p in group]
+        probe.clipped(group, grads, torch.stack(tensor_norms(grads)))
+        for g in grads:
+            g.mul_(1e-3)
+
+
+def test_norms_from_clips_are_used_whole_in_parts_and_never_twice() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    ps = list(model.parameters())
+    probe = GradProbe([torch.optim.SGD(ps, lr=0.1)], LayerTable.of([model]))
+
+    def fill() -> None:
+        for i, p in enumerate(ps):
+            p.grad = torch.full_like(p, float(i + 1))
+
+    fill()
+    truth = measured(probe)
+    for groups in ([ps], [ps[:2], ps[2:]], [ps[::-1]], [ps[1:3]], [ps, ps[:1]]):
+        fill()
+        clips(probe, *groups)
+        total, layers = measured(probe)
+        assert (total, layers) == (pytest.approx(truth[0]), pytest.approx(truth[1])), groups
+        probe.forget_clips()
+
+
+def test_the_hot_path_reads_nothing_from_the_device() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to("meta")
+    probe = GradProbe([torch.optim.SGD(model.parameters(), lr=0.1)], LayerTable.of([model]))
+    for p in model.parameters():
+        p.grad = torch.empty_like(p)
+    pending = probe.measure([0], {0: None})  # any read from a meta tensor raises
+    assert pending.norms[0].device.type == "meta"
+    probe.clipped(list(model.parameters()), [p.grad for p in model.parameters()], None)  # type: ignore[misc]
+    assert probe.measure([0]).norms[0].shape == (4,)
+
+
+def test_reading_takes_one_copy_for_each_device_and_keeps_float64() -> None:
+    vectors, scalars = read(
+        [torch.tensor([1.0, 2.0]), torch.tensor([3.0], dtype=torch.bfloat16)],
+        [torch.tensor(1 / 3, dtype=torch.float64), torch.tensor([[5]])],
+    )
+    assert [v.tolist() for v in vectors] == [[1.0, 2.0], [3.0]]
+    assert scalars == [1 / 3, 5.0]
