@@ -169,7 +169,8 @@ class SpikeReading:
         hot: a spike step. A gradient that is not finite does not make a step hot.
         baseline: predicted loss [nats]; None when not judged.
         sigma: the spread of y; nan when not judged.
-        grad_score: ln(norm) above its median, in its own spreads; nan when not judged.
+        grad_score: ln(norm) above its median, in its own spreads; nan when not judged, or when
+            the norm is plainly no outlier.
         accepted_level: this was the last hot step that stays out: the new level is accepted.
         recurrent: far above, but no more than lone outliers of this run usually are: not hot.
     """
@@ -228,7 +229,13 @@ def observe(
     norms = state.norms
     grad_score = _NAN
     outlier = False
-    if log_norm is not None and len(norms) >= config.warmup:
+    # The median is at least the lowest norm: up to `grad_factor` times that nothing is an outlier,
+    # and the sort, a third of this function, is saved. The margin is for rounding.
+    if (
+        log_norm is not None
+        and len(norms) >= config.warmup
+        and log_norm > min(norms) + math.log(config.grad_factor) - 1e-9
+    ):
         ordered = sorted(norms)
         centre = median(ordered)
         spread = max(MAD_TO_STD * mad(ordered, centre), config.grad_sigma_floor)

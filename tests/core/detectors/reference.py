@@ -27,6 +27,7 @@ class Row:
     predicted: float | None = None
     sigma: float | None = None
     gz: float | None = None
+    outlier: bool = False
     accepted: bool = False
     recurrent: bool = False
 
@@ -134,6 +135,7 @@ def spike(
             g_sigma = max(1.4826 * float(np.median(np.abs(g - middle))), grad_sigma_floor)
             row.gz = (ln_g - middle) / g_sigma
             gbad = row.gz > z_grad and norm > grad_factor * math.exp(middle)
+            row.outlier = gbad
             if gbad:
                 ln_g = middle + z_grad * g_sigma
         spiking = (row.z > z_hot and row.r > r_hot) or (  # 6
