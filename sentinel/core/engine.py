@@ -170,7 +170,7 @@ def apply(
             judged.nonfinite,
             policy,
         )
-    if planned.runs or planned.flags or ledger.flagged:
+    if planned.runs or planned.flags or _flag_expired(ledger, observation.step, policy):
         ledger = _remember(ledger, observation.step, planned, policy)
     return State(state.step + 1, stats, ledger)
 
@@ -466,6 +466,14 @@ def _incident(
     return incidents.touch(
         ledger, INSTABILITY, step, summary, severity, fire=planned.fires, action=action
     )
+
+
+def _flag_expired(ledger: Ledger, step: int, policy: Policy) -> bool:
+    """A flag was last raised a cooldown ago: its incident may be over."""
+    for key, _, raised in ledger.flagged:
+        if step - raised >= getattr(policy.rules, key).cooldown:
+            return True
+    return False
 
 
 def _remember(ledger: Ledger, step: int, planned: Plan, policy: Policy) -> Ledger:
