@@ -299,7 +299,7 @@ class Session:
 
     def _awake(self) -> bool:
         """Listening, and not inside a step() that evaluates its closure again."""
-        return self.listening() and not any(gate.stepping for gate in self._gates)
+        return self.listening() and not any(gate.busy() for gate in self._gates)
 
     def on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward tap: a training forward begins."""

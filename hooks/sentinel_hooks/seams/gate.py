@@ -19,8 +19,10 @@ Purity:  hooks run with grad enabled: everything of ours here runs under no_grad
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -76,14 +78,17 @@ class Gate:
         self._plan: StepPlan | None = None
         self._held: HeldBack | None = None
         self._lr: ScaledLr | None = None
-        self.stepping = False
+        self.stepping = False  # between the hooks; left True by a step() that raised
+        self._nested = 0
+        # Inside a compiled step() the hooks run as they are, between two graphs.
         self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            optimizer.register_step_pre_hook(_uncompiled(self._before)),
+            optimizer.register_step_post_hook(_uncompiled(self._after)),
         ]
         zero_grad = optimizer.zero_grad
 
         def watched_zero_grad(*args: Any, **kwargs: Any) -> None:
+            self.busy()
             guard.run("zero_grad", driver.zeroed, optimizer)
             zero_grad(*args, **kwargs)
 
@@ -97,6 +102,12 @@ class Gate:
         self._handles = []
         self._zero_grad.remove()
 
+    def busy(self) -> bool:
+        """Inside step(), evaluating the closure again perhaps. Clears up after one that raised."""
+        if self.stepping and not _steps_on_the_stack(self.optimizer):
+            self._put_back()
+        return self.stepping
+
     # -- hooks -------------------------------------------------------------------------------
 
     def _before(
@@ -104,7 +115,11 @@ class Gate:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self._driver.listening():
             return None
-        self._put_back()  # a step() that raised has left its things here
+        if self.stepping:
+            if _steps_on_the_stack(optimizer) > 1:  # super().step(): the hooks fire again
+                self._nested += 1
+                return None
+            self._put_back()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         call: _OnceRun | None = None
         if callable(closure):
@@ -132,6 +147,9 @@ class Gate:
     def _after(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        if self._nested:
+            self._nested -= 1
+            return
         plan = self._plan
         if plan is None:
             self.stepping = False
@@ -144,6 +162,7 @@ class Gate:
 
     def _put_back(self) -> None:
         self.stepping = False
+        self._nested = 0
         self._plan = None
         with torch.no_grad():
             if self._held is not None:
@@ -152,6 +171,22 @@ class Gate:
             if self._lr is not None:
                 lr, self._lr = self._lr, None
                 self._guard.run("undo_lr", lr.undo)
+
+
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def _steps_on_the_stack(optimizer: torch.optim.Optimizer) -> int:
+    """How many wrappers of this optimizer's step() are running: more than one are nested."""
+    found = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_locals.get("self") is optimizer:
+            found += 1
+        frame = frame.f_back
+    return found
 
 
 class _OnceRun:
