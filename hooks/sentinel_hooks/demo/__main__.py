@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from sentinel.core.errors import SentinelError
@@ -169,6 +171,11 @@ class _Announcer:
                 )
 
 
+def _stop(number: int, frame: FrameType | None) -> None:
+    """A polite end ends the processes too that were started here."""
+    raise KeyboardInterrupt
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit status: 0, 1 when a run broke, 2 for bad options."""
     options = parse(arguments)
@@ -177,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SentinelError as error:
         print(f"sentinel demo: {error}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, _stop)
     try:
         report = demo(options)
     except SentinelError as error:
