@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SentinelError as error:
         print(f"sentinel demo: {error}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _stop)
+    before = signal.signal(signal.SIGTERM, _stop)
     try:
         report = demo(options)
     except SentinelError as error:
@@ -193,6 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nsentinel demo: stopped", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print()
     print("\n".join(table.draw(report)))
     if options.json is not None:
