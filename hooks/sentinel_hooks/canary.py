@@ -7,9 +7,9 @@
 
 Recorded is one micro-batch with its own loss: the call's arguments, the RNG state at its start (so
 that dropout draws the same masks again), train/eval flags and autocast. Recomputing runs under
-no_grad and puts back RNG (torch CPU and CUDA, python, numpy), buffers (BatchNorm statistics) and
-flags: asking moves nothing. What it cannot undo: the user's own forward hooks fire once more, and a
-compiled model is compiled once more for no_grad.
+no_grad and puts back RNG (torch CPU and CUDA, python, numpy, generators that modules hold), buffers
+(BatchNorm statistics) and flags: asking moves nothing. What it cannot undo: the user's own forward
+hooks fire once more, and a compiled model is compiled once more for no_grad.
 
 Where the loss comes from, in this order:
 * the module returns it: a scalar, an object with `.loss` or a "loss" key, or a tuple that starts
@@ -50,15 +50,16 @@ SPACING = 4  # a new batch is kept this often: the one that is asked is hardly o
 
 @dataclass(frozen=True, slots=True)
 class RngState:
-    """Every global generator that a forward pass may draw from."""
+    """Every generator that a forward pass may draw from: the global ones, and the modules' own."""
 
     cpu: Tensor
     cuda: tuple[Tensor, ...]
     python: Any
     numpy: Any
+    own: tuple[tuple[torch.Generator, Tensor], ...] = ()
 
     @classmethod
-    def capture(cls) -> RngState:
+    def capture(cls, own: Sequence[torch.Generator] = ()) -> RngState:
         """The state now."""
         cuda = _cuda_in_use()
         return cls(
@@ -66,6 +67,7 @@ class RngState:
             tuple(torch.cuda.get_rng_state_all()) if cuda else (),
             random.getstate(),
             np.random.get_state(),  # noqa: NPY002  the global one is what user code draws from
+            tuple((g, g.get_state()) for g in own),
         )
 
     def put(self) -> None:
@@ -75,6 +77,8 @@ class RngState:
             torch.cuda.set_rng_state_all(list(self.cuda))
         random.setstate(self.python)
         np.random.set_state(self.numpy)  # noqa: NPY002
+        for generator, state in self.own:
+            generator.set_state(state)
 
 
 # ---------------------------------------------------------------- one recorded call
@@ -139,6 +143,7 @@ class Canary:
         """
         self._models = tuple(models)
         self._modules = [m for model in self._models for m in model.modules()]
+        self._own = self._generators()
         self._age = age
         self._loss_fn = loss_fn
         self._kept: deque[Recording] = deque(maxlen=age // SPACING + 3)
@@ -219,7 +224,7 @@ class Canary:
             call=call,
             args=args,
             kwargs=kwargs,
-            rng=RngState.capture(),
+            rng=RngState.capture(self._own),
             training=[m.training for m in self._modules],
             autocast=_autocast_now(),
             versions=[(t, t._version) for t in leaves if isinstance(t, Tensor)],
@@ -331,6 +336,7 @@ class Canary:
         for recording in reversed(self._kept):
             if step - recording.step >= self._age:
                 assert recording.loss_value is not None
+                self._own = self._generators()  # some may have come since
                 now = self._recompute(recording)
                 return CanaryAnswer(recording.step, recording.loss_value, now)
         return None
@@ -353,9 +359,19 @@ class Canary:
                 raise RuntimeError("the recomputed call returned no scalar loss")
             return float(loss)
 
+    def _generators(self) -> list[torch.Generator]:
+        """Generators that modules hold as attributes (noise, stochastic depth); each once."""
+        found = {
+            id(value): value
+            for module in self._modules
+            for value in vars(module).values()
+            if isinstance(value, torch.Generator)
+        }
+        return list(found.values())
+
     @contextlib.contextmanager
     def _nothing_moves(self) -> Iterator[None]:
-        rng = RngState.capture()
+        rng = RngState.capture(self._own)
         training = [m.training for m in self._modules]
         buffers = [(b, b.detach().clone()) for model in self._models for b in model.buffers()]
         try:
