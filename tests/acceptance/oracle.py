@@ -320,14 +320,23 @@ def grad_norm(model: nn.Module, scale: float = 1.0) -> float:
     return float(total**0.5)
 
 
-def by_hand(job: Job, data: Sequence[Step], never_apply: Collection[int] = ()) -> list[float]:
+def by_hand(
+    job: Job, data: Sequence[Step], never_apply: Collection[int] = (), factor: float = 1.0
+) -> list[float]:
     """Train; a batch in `never_apply` is computed and thrown away, its scheduler step is kept.
+
+    Args:
+        factor: multiply each step's learning rate, for that step only.
 
     Returns:
         the norm of each step's gradient, before anything is done with it.
     """
     norms = []
     for t, step in enumerate(data):
+        scheduled = [group["lr"] for group in job.optimizer.param_groups]
+        if factor != 1.0:
+            for group in job.optimizer.param_groups:
+                group["lr"] = group["lr"] * factor
         job.optimizer.zero_grad()
         scale = job.scaler.get_scale() if job.scaler is not None else 1.0
         if job.spec.case.closure:
@@ -348,6 +357,8 @@ def by_hand(job: Job, data: Sequence[Step], never_apply: Collection[int] = ()) -
                 else:
                     job.scaler.step(job.optimizer)
                 job.scaler.update()
+        for group, lr in zip(job.optimizer.param_groups, scheduled, strict=True):
+            group["lr"] = lr
         with warnings.catch_warnings():  # torch warns of a scheduler before any optimizer step
             warnings.simplefilter("ignore", UserWarning)
             job.scheduler.step()

@@ -186,6 +186,8 @@ MOVABLE: dict[str, dict[str, Any]] = {
     "batchnorm-dropout-scaler": {"norm": True, "dropout": 0.2, "scaler": True},
     "checkpointed-dropout": {"dropout": 0.2, "checkpointed": True},
     "checkpointed-batchnorm": {"norm": True, "checkpointed": True},
+    "accumulation-dropout": {"dropout": 0.2},
+    "own-generator": {"own_generator": True},
 }
 
 
@@ -200,7 +202,8 @@ def test_asking_the_canary_moves_nothing(kind: str, seed: int, tmp_path: Path) -
     start = drawn(f"asking {kind}", seed).randrange(66, 80)
     bad = range(start, start + 8)
     steps = start + 24
-    data = batches(seed, steps, garbage=bad, rows=256)
+    parts = 4 if kind.startswith("accumulation") else 1
+    data = batches(seed, steps, garbage=bad, rows=256 // parts, accumulation=parts)
     wrap: Callable[[World], World] = compiled if kind.startswith("compiled") else (lambda w: w)
     options = MOVABLE.get(kind) or MOVABLE[kind.removeprefix("compiled-")]
 
@@ -221,7 +224,7 @@ def test_asking_the_canary_moves_nothing(kind: str, seed: int, tmp_path: Path) -
     assert trail.losses == oracle_losses
     assert run.everything() == oracle.everything()
     assert dice_state() == oracle_dice
-    assert trail.consumed == list(range(steps))
+    assert trail.consumed == [t for t in range(steps) for _ in range(parts)]
 
 
 # ---- where the loss comes from -----------------------------------------------------------

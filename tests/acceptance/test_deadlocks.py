@@ -44,8 +44,8 @@ def _longest(flags: list[bool]) -> int:
 def test_a_lasting_jump_of_the_gradient_scale_is_skipped_20_times_at_most_and_then_learned(
     canary: str, what: str, seed: int, tmp_path: Path
 ) -> None:
-    steps = 360
-    jump = drawn(f"gradient scale {what} {canary}", seed).randrange(100, 140)
+    steps = 480
+    jump = drawn(f"gradient scale {what} {canary}", seed).randrange(190, 230)  # armed snapshots
     g = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model = Valley()
@@ -81,8 +81,8 @@ def test_a_lasting_jump_of_the_gradient_scale_is_skipped_20_times_at_most_and_th
     assert any(skips), "the jump was never noticed"
     assert _longest(skips) <= 20
     # a rung applies nothing either; where the loss jumps too, all three of the budget are climbed
-    assert _longest(held) <= (21 if what == "gradient" else 3 * 21 + 1)
+    assert _longest(held) <= (21 if what == "gradient" else 3 * 21 + 20)
     assert 1 <= sum(rollbacks(session).values()) <= (1 if what == "gradient" else 3)
     assert not any(held[-100:]), "it still skips long after"
-    assert losses[-1] < 0.8 * max(losses[jump + 64 : jump + 120])
+    assert losses[-1] < 0.9 * max(losses[jump + 64 : jump + 120])
     assert losses[-1] < losses[-40]

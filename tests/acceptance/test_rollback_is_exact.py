@@ -20,18 +20,31 @@ import torch
 
 import sentinel_hooks
 from sentinel.core.types import Action, IncidentState, Protection
-from tests.acceptance.oracle import Plan, World, rescued
+from tests.acceptance.oracle import (
+    Job,
+    JobSpec,
+    OptimizerCase,
+    Plan,
+    World,
+    by_hand,
+    optimizer_cases,
+    regression,
+    rescued,
+)
 from tests.acceptance.watched import (
     Copies,
     actions,
     drawn,
+    job_session,
     policy,
     rollbacks,
     skipped,
+    train_job,
     train_world,
     world_session,
 )
 from tests.acceptance.worlds import SCHEDULES, batch, batches, damage_weights, world
+from tests.support import not_applicable
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -187,9 +200,11 @@ def test_with_only_the_snapshot_of_the_start_that_one_is_used(tmp_path: Path) ->
     assert run.everything() == oracle.everything()
 
 
+@pytest.mark.parametrize("cooldown", [16, 0])
 def test_a_block_of_20_garbage_batches_takes_one_rollback_and_no_further_rung(
-    tmp_path: Path,
+    cooldown: int, tmp_path: Path
 ) -> None:
+    """Not because of the cooldown: after the rollback spike steps do not climb."""
     seed, steps = 24, 80
     fault = drawn("garbage, canary off", seed).randrange(36, 44)
     target = newest_healthy(fault)
@@ -202,7 +217,8 @@ def test_a_block_of_20_garbage_batches_takes_one_rollback_and_no_further_rung(
         Plan(skip=frozenset(bad), restore={fault + 4: target}, rate=rates(fault + 20)),
     )
     run = world(seed, steps=steps)
-    session = world_session(run, rules(), tmp_path)
+    limits = rules(more=f"[rules.loss_spike]\ncooldown = {cooldown}")
+    session = world_session(run, limits, tmp_path)
     trail = train_world(run, data)
     session.detach()
     assert rollbacks(session) == {"loss_spike/restored": 1}
@@ -304,6 +320,117 @@ def test_with_the_budget_spent_the_norm_rule_still_skips_but_not_for_ever(tmp_pa
     assert "-" * 21 not in held
     assert "-" not in held[-50:]
     assert rollbacks(session) == {}
+
+
+def test_three_spike_steps_and_no_fourth_restore_nothing(tmp_path: Path) -> None:
+    seed, steps = 31, 60
+    fault = drawn("three only", seed).randrange(34, 44)
+    bad = range(fault, fault + 3)
+    data = batches(seed, steps, garbage=bad)
+    oracle = world(seed, steps=steps)
+    rescued(oracle, data, Plan(skip=frozenset(bad)))
+    run = world(seed, steps=steps)
+    session = world_session(run, rules(), tmp_path)
+    train_world(run, data)
+    session.detach()
+    assert rollbacks(session) == {}
+    assert skipped(session) == {"loss_outlier": 3}
+    assert run.everything() == oracle.everything()
+
+
+def test_one_snapshot_can_be_restored_twice(tmp_path: Path) -> None:
+    """A restore that aliased its copy would bring the damage back the second time."""
+    seed, steps = 32, 70
+    drawn("twice", seed)
+    damage: dict[int, Callable[[World], None]] = {36: damage_weights, 48: damage_weights}
+    data = batches(seed, steps)
+    oracle = world(seed, steps=steps, norm=True)
+    plan = Plan(
+        skip=frozenset([*range(36, 40), *range(48, 52)]),
+        restore={40: 30, 52: 30},
+        rate=rates(40) | rates(52, factor=0.25),
+        damage=damage,
+    )
+    rescued(oracle, data, plan)
+    run = world(seed, steps=steps, norm=True)
+    limits = rules(rollback="quiet = 6\nrelapse = 0", more="[rules.loss_spike]\ncooldown = 4")
+    session = world_session(run, limits, tmp_path)
+    copies = Copies(run)
+    train_world(run, data, damage=damage, between=copies.next)
+    session.detach()
+    assert rollbacks(session) == {"loss_spike/restored": 2}
+    assert copies.at[40].digest() == copies.at[30].digest() == copies.at[52].digest()
+    assert run.everything() == oracle.everything()
+
+
+def _poison(moved: World) -> None:
+    with torch.no_grad():
+        next(moved.model.parameters()).view(-1)[3] = float("nan")
+
+
+def test_nan_in_the_weights_rolls_back_at_once_even_while_warming_up(tmp_path: Path) -> None:
+    seed, steps = 33, 40
+    fault = drawn("nan weights", seed).randrange(5, 12)
+    data = batches(seed, steps)
+    plan = Plan(
+        skip=frozenset({fault}),
+        restore={fault + 1: newest_healthy(fault)},
+        rate=rates(fault + 1),
+        damage={fault: _poison},
+    )
+    oracle = world(seed, steps=steps, scaler=True)
+    rescued(oracle, data, plan)
+    run = world(seed, steps=steps, scaler=True)
+    session = world_session(run, rules(), tmp_path)
+    train_world(run, data, damage={fault: _poison})
+    session.detach()
+    assert rollbacks(session) == {"nonfinite_params/restored": 1}
+    assert all(bool(torch.isfinite(p).all()) for p in run.model.parameters())
+    assert run.everything() == oracle.everything()
+
+
+# ---- every optimizer class comes back ------------------------------------------------
+
+EVERY_CASE = optimizer_cases()
+
+
+@pytest.mark.parametrize("scaler", [False, True], ids=["plain", "scaler"])
+@pytest.mark.parametrize("case", EVERY_CASE, ids=lambda case: case.name)
+def test_every_optimizer_class_is_brought_back_and_goes_on(
+    case: OptimizerCase, scaler: bool, tmp_path: Path
+) -> None:
+    if scaler and case.closure:
+        not_applicable("torch refuses a closure under a scaler")
+    spec = JobSpec(case, scaler=scaler, seed=34)
+    fault, target, steps = 26, 20, 36
+    drawn(f"restore {case.name}", spec.seed)
+    data = regression(spec, steps)
+
+    oracle = Job(spec)
+    by_hand(oracle, data[:target])
+    for _ in range(target, fault + 4):  # schedules follow attempted steps
+        oracle.scheduler.step()
+    rate = rates(fault + 4)
+    for t in range(fault + 4, steps):
+        lr = [group["lr"] for group in oracle.optimizer.param_groups]
+        by_hand(oracle, [data[t]], factor=rate.get(t, 1.0))
+        assert [group["lr"] for group in oracle.optimizer.param_groups] != lr
+
+    job = Job(spec)
+    session = job_session(job, rules(), tmp_path)
+
+    def between(t: int) -> None:
+        if t + 1 == fault:
+            with torch.no_grad():
+                for p in job.model.parameters():
+                    p.mul_(30.0)
+
+    trail = train_job(job, data, each=between)
+    session.detach()
+    assert [t for t, held in enumerate(trail.held) if held] == list(range(fault, fault + 4))
+    assert rollbacks(session) == {"loss_spike/restored": 1}
+    assert session.state.ledger.last_target == target
+    assert job.everything() == oracle.everything()
 
 
 # ---- only at a safe point ---------------------------------------------------------

@@ -28,7 +28,15 @@ from tests.acceptance.oracle import (
     with_gain,
     with_nan,
 )
-from tests.acceptance.watched import actions, drawn, job_session, policy, skipped, train_job
+from tests.acceptance.watched import (
+    actions,
+    decisions,
+    drawn,
+    job_session,
+    policy,
+    skipped,
+    train_job,
+)
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -209,6 +217,75 @@ def test_a_finite_loss_with_a_nan_gradient_is_skipped_though_the_loop_clips(tmp_
     session.detach()
     assert job.everything() == oracle.everything()
     assert skipped(session) == {"nonfinite_grad": 1}
+
+
+@pytest.mark.parametrize("name", ["AdamW-fused", "AdamW-foreach", "SGD-fused"])
+def test_an_overflow_that_the_scaler_drops_by_itself_is_noted_once_and_changes_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    """A finite loss whose scaled gradients overflow: the scaler at work, not a fault."""
+    spec = JobSpec(CASES[name], scaler=True, seed=19)
+    at = drawn(f"overflow {name}", spec.seed).randrange(3, 12)
+    data = regression(spec, STEPS)
+
+    def run(job: Job) -> None:
+        for t, step in enumerate(data):
+            job.optimizer.zero_grad()
+            job.backward(step[0])
+            if t == at:
+                next(job.model.parameters()).grad.view(-1)[1] = float("inf")  # type: ignore[union-attr]
+            job.scaler.step(job.optimizer)  # type: ignore[union-attr]
+            job.scaler.update()  # type: ignore[union-attr]
+            job.scheduler.step()
+
+    alone = Job(spec)
+    run(alone)
+    job = Job(spec)
+    session = job_session(job, SMALL, tmp_path)
+    run(job)
+    session.detach()
+    assert job.everything() == alone.everything()
+    counters = session.state.ledger.counters
+    assert counters.steps == STEPS
+    assert dict(counters.nonfinite) == {"grad": 1}
+    assert sum(skipped(session).values()) <= 1
+    (step, (_, rule, reason)), *more = actions(session).items()
+    assert (step, rule, more) == (at, "nonfinite_grad", [])
+    assert "inf" in reason
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_dropped_through_the_model_are_no_part_of_the_next_step(
+    to_none: bool, tmp_path: Path
+) -> None:
+    """A loop that throws a micro-batch away by model.zero_grad() and begins anew."""
+    spec = JobSpec(CASES["AdamW-foreach"], seed=20)
+    at = 11
+    data = regression(spec, STEPS)
+    data[at] = with_gain(data[at], gain_for(spec, data, at, 20.0, WINDOW))
+
+    def run(job: Job, never: set[int]) -> None:
+        for t, step in enumerate(data):
+            job.model.zero_grad(set_to_none=to_none)
+            job.backward(data[(t + 3) % STEPS][0])  # a micro-batch that is thrown away again
+            job.model.zero_grad(set_to_none=to_none)
+            job.backward(step[0])
+            if t not in never:
+                job.optimizer.step()
+            job.scheduler.step()
+
+    oracle = Job(spec)
+    run(oracle, {at})
+    job = Job(spec)
+    session = job_session(job, SMALL, tmp_path)
+    run(job, set())
+    session.detach()
+    assert job.everything() == oracle.everything()
+    assert skipped(session) == {"grad_norm": 1}
+    losses = [o.loss for o, _, _ in decisions(session)]
+    plain = Job(spec)
+    if to_none:  # gradients set to zero in place still look like an open accumulation
+        assert losses[0] == pytest.approx(float(plain.loss(data[0][0]).detach()))
 
 
 # ---- negative controls: the oracle can tell -------------------------------------

@@ -81,7 +81,12 @@ class Speaker(nn.Module):
     """Embedding, one hidden layer, a head; with what a monitor could disturb, where asked for."""
 
     def __init__(
-        self, *, norm: bool = False, dropout: float = 0.0, checkpointed: bool = False
+        self,
+        *,
+        norm: bool = False,
+        dropout: float = 0.0,
+        checkpointed: bool = False,
+        own_generator: bool = False,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(V, 16)
@@ -90,6 +95,7 @@ class Speaker(nn.Module):
         self.drop: nn.Module = nn.Dropout(dropout) if dropout else nn.Identity()
         self.head = nn.Linear(32, V)
         self.checkpointed = checkpointed
+        self.noise = torch.Generator().manual_seed(5) if own_generator else None
 
     def _body(self, h: Tensor) -> Tensor:
         out: Tensor = self.drop(torch.tanh(self.norm(self.hidden(h))))
@@ -101,6 +107,8 @@ class Speaker(nn.Module):
             h = torch.utils.checkpoint.checkpoint(self._body, h, use_reentrant=False)
         else:
             h = self._body(h)
+        if self.noise is not None and self.training:
+            h = h * (0.9 + 0.2 * torch.rand(h.shape, generator=self.noise))
         out: Tensor = self.head(h)
         return out
 
