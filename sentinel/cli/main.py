@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from sentinel import __version__
 from sentinel.cli import replay
@@ -149,7 +150,7 @@ def serve(options: argparse.Namespace) -> int:
 def status(options: argparse.Namespace) -> int:
     """Ask a sidecar for its runs, or for one of them."""
     client = Client(options.sidecar)
-    path = "/v1/runs" + (f"/{options.name}" if options.name else "")
+    path = "/v1/runs" + (f"/{quote(options.name, safe='')}" if options.name else "")
     try:
         data: dict[str, Any] = json.loads(client.get(path, deadline_s=STATUS_DEADLINE_S))
     finally:

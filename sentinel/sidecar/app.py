@@ -258,8 +258,9 @@ def create_app(
 
         return await route(request, Register, run, of_trainer, of_person)
 
-    @app.post("/v1/runs/{run}/steps")
-    async def steps(run: str, request: Request) -> Response:
+    async def steps(request: Request) -> Response:
+        run: str = request.path_params["run"]
+
         def of_person(body: bytes) -> tuple[int, Any]:
             asked = _json_step(body)
             outcome = None
@@ -276,6 +277,9 @@ def create_app(
             return runs.steps(message, clock())
 
         return await route(request, Steps, run, of_trainer, of_person)
+
+    # A plain route: FastAPI's own would look for parameters to inject at every step.
+    app.add_route("/v1/runs/{run}/steps", steps, methods=["POST"])
 
     @app.put("/v1/runs/{run}/state")
     async def state(run: str, request: Request) -> Response:

@@ -265,3 +265,42 @@ def test_nobody_there_is_a_miss_at_once() -> None:
 def test_an_address_that_is_none_is_refused_with_the_forms_that_are(url: str) -> None:
     with pytest.raises(ConfigError, match=r"http://host:port or unix:///path.*got"):
         Client(url)
+
+
+@pytest.mark.parametrize(
+    ("head", "detail"),
+    [
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked", "transfer-encoding"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: -5", "content-length"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999", "content-length"),
+        (b"HTTP/1.1 200 OK\r\nno colon", "header line"),
+        (b"HTTP/1.1 2x0 OK\r\na: b", "begins with"),
+        (b"SSH-2.0-x\r\na: b", "begins with"),
+        (b"x: " + b"y" * 200_000, "headers above"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_is_no_answer_of_a_sidecar_is_named(head: bytes, detail: str) -> None:
+    def answer(connection: socket.socket, request: bytes) -> None:
+        connection.sendall(head + b"\r\n\r\n")
+
+    with talking_to(answer) as client, pytest.raises(MissError, match=detail) as caught:
+        client.put_state(MESSAGE, deadline_s=2.0)
+    assert caught.value.reason == "garbled"
+
+
+def test_an_interim_answer_is_passed_over() -> None:
+    def answer(connection: socket.socket, request: bytes) -> None:
+        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        good(connection, request)
+
+    with talking_to(answer) as client:
+        assert client.put_state(MESSAGE, deadline_s=2.0) == Accepted(run="r")
+
+
+def test_a_second_answer_to_one_question_spoils_the_connection() -> None:
+    def answer(connection: socket.socket, request: bytes) -> None:
+        connection.sendall(reply_to(request, Accepted(run="r")) * 2)
+
+    with talking_to(answer) as client:
+        assert missed(client, 2.0)[0] == "garbled"
