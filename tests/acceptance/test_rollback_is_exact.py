@@ -27,6 +27,7 @@ from tests.acceptance.oracle import (
     Plan,
     World,
     by_hand,
+    digest,
     optimizer_cases,
     regression,
     rescued,
@@ -387,6 +388,115 @@ def test_nan_in_the_weights_rolls_back_at_once_even_while_warming_up(tmp_path: P
     assert rollbacks(session) == {"nonfinite_params/restored": 1}
     assert all(bool(torch.isfinite(p).all()) for p in run.model.parameters())
     assert run.everything() == oracle.everything()
+
+
+def _overload(moved: World) -> None:
+    with torch.no_grad():
+        moved.model.head.weight.mul_(float("inf"))  # type: ignore[union-attr,operator]
+        moved.model.head.weight.nan_to_num_(posinf=3e38, neginf=-3e38)  # type: ignore[union-attr,operator]
+
+
+@pytest.mark.parametrize("scaler", [False, True], ids=["plain", "scaler"])
+def test_the_third_nonfinite_loss_in_a_row_rolls_back(scaler: bool, tmp_path: Path) -> None:
+    """Finite weights, too large to compute with; under a scaler step() is never even called."""
+    seed, steps = 35, 50
+    fault = drawn("overload", seed).randrange(26, 36)
+    damage: dict[int, Callable[[World], None]] = {fault: _overload}
+    data = batches(seed, steps)
+    plan = Plan(
+        skip=frozenset(range(fault, fault + 3)),
+        restore={fault + 3: newest_healthy(fault)},
+        rate=rates(fault + 3),
+        damage=damage,
+    )
+    oracle = world(seed, steps=steps, scaler=scaler, schedule="cosine")
+    rescued(oracle, data, plan)
+    run = world(seed, steps=steps, scaler=scaler, schedule="cosine")
+    session = world_session(run, rules(), tmp_path)
+    train_world(run, data, damage=damage)
+    session.detach()
+    assert rollbacks(session) == {"nonfinite_loss/restored": 1}
+    assert run.everything() == oracle.everything()
+
+
+@pytest.mark.parametrize("attached", ["wrapper", "inside"])
+def test_a_compiled_model_is_brought_back_too(attached: str, tmp_path: Path) -> None:
+    """Attached to the wrapper, at the safe point; to the inside, right after the step."""
+    seed, steps = 36, 60
+    fault = drawn(f"compiled {attached}", seed).randrange(34, 44)
+    made = {"steps": steps, "schedule": "onecycle", "norm": True, "dropout": 0.1}
+    data = batches(seed, steps)
+    ends = []
+    for watched in (False, True):
+        torch.compiler.reset()
+        run = world(seed, **made)
+        compiled = torch.compile(run.model, backend="aot_eager")
+        run.forward = compiled
+        torch.manual_seed(seed)
+        if not watched:
+            rescued(run, data, by_the_book(fault, newest_healthy(fault)))
+        else:
+            session = sentinel_hooks.attach(
+                model=compiled if attached == "wrapper" else run.model,
+                optimizer=run.optimizers[0],
+                policy=rules(),
+                sidecar=None,
+                run_dir=tmp_path,
+            )
+            train_world(run, data, damage={fault: damage_weights})
+            session.detach()
+            assert rollbacks(session) == {"loss_spike/restored": 1}
+        ends.append(run.everything())
+    assert ends[0] == ends[1]
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(tmp_path: Path) -> None:
+    seed, steps = 37, 60
+    fault = drawn("tensor rate", seed).randrange(34, 44)
+    data = batches(seed, steps)
+    runs = []
+    for _ in range(2):
+        run = world(seed, steps=steps)
+        optimizer = torch.optim.AdamW(run.model.parameters(), lr=torch.tensor(0.02), fused=True)
+        run.optimizers[:] = [optimizer]
+        run.schedulers[:] = [SCHEDULES["lambda"](optimizer, steps)]
+        runs.append(run)
+    oracle, run = runs
+    rescued(oracle, data, by_the_book(fault, newest_healthy(fault)))
+    rate = run.optimizers[0].param_groups[0]["lr"]
+    session = world_session(run, rules(), tmp_path)
+    train_world(run, data, damage={fault: damage_weights})
+    session.detach()
+    assert rollbacks(session) == {"loss_spike/restored": 1}
+    assert run.optimizers[0].param_groups[0]["lr"] is rate
+    assert run.everything() == oracle.everything()
+
+
+def test_extra_state_comes_back_with_the_weights(tmp_path: Path) -> None:
+    seed, steps = 38, 60
+    fault = drawn("extra state", seed).randrange(34, 44)
+    run = world(seed, steps=steps)
+    average = torch.optim.swa_utils.AveragedModel(
+        run.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    session = world_session(run, rules(), tmp_path, extra_state=[average])
+    seen: dict[int, str] = {}
+
+    def look(module: torch.nn.Module, _: Any) -> None:
+        seen[now[0]] = digest(average.state_dict())
+
+    now = [0]
+    handle = run.model.register_forward_pre_hook(look)
+
+    def between(t: int, moved: World) -> None:
+        average.update_parameters(moved.model)
+        now[0] = t + 1
+
+    train_world(run, batches(seed, steps), damage={fault: damage_weights}, between=between)
+    handle.remove()
+    session.detach()
+    assert seen[fault + 4] == seen[newest_healthy(fault)]
+    assert seen[fault + 3] != seen[newest_healthy(fault)]
 
 
 # ---- every optimizer class comes back ------------------------------------------------
