@@ -179,6 +179,8 @@ def note(state: State, event: Event, policy: Policy) -> State:
     """The state after something that happened between two steps."""
     ledger = state.ledger
     if isinstance(event, SnapshotTaken):
+        if event.tier == "disk" and any(s.step == event.step for s in ledger.snapshots):
+            return state  # another copy of one that is known
         first = not ledger.snapshots and ledger.counters.steps == 0
         taken = Snapshot(event.step, healthy=first, applied=ledger.in_weights)
         kept = tuple(s for s in ledger.snapshots if s.step != event.step)
@@ -247,6 +249,7 @@ def _restored(ledger: Ledger, event: Restored, policy: Policy) -> Ledger:
         ledger,
         attempt=ledger.attempt + 1,
         in_weights=in_weights,
+        last_target=event.target,  # an older one than was decided, when that one was damaged
         quiet_run=0,
         shield=ledger.pending_shield,
         pending_restore=None,

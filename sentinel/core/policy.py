@@ -198,11 +198,15 @@ class SnapshotConfig:
 
     Attributes:
         ram_every: steps between RAM snapshots.
+        disk_at: the first steps from which on the next snapshot is written to disk too; rising.
+        disk_every: after them, steps between snapshots on disk.
         confirm: quiet steps after which a candidate is healthy.
         keep: newest healthy ones kept, besides one at least `older_by` steps before the newest.
     """
 
     ram_every: int = 50
+    disk_at: tuple[int, ...] = (50, 100, 200)
+    disk_every: int = 500
     confirm: int = 32
     keep: int = 2
     older_by: int = 500
@@ -211,10 +215,16 @@ class SnapshotConfig:
         bounds.check(
             "snapshots",
             ram_every=(self.ram_every, 1, 10_000_000),
+            disk_every=(self.disk_every, 1, 10_000_000),
             confirm=(self.confirm, 1, 1_000_000),
             keep=(self.keep, 1, 100),
             older_by=(self.older_by, 1, 10_000_000),
         )
+        if any(a < 1 for a in self.disk_at) or sorted(set(self.disk_at)) != list(self.disk_at):
+            raise ConfigError(
+                "snapshots.disk_at must be steps of at least 1, each greater than the one before, "
+                f"got {list(self.disk_at)}; leave it empty ([]) to have snapshots.disk_every alone"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,6 +363,11 @@ def _value(hint: Any, value: Any, path: str) -> Any:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         options = [a for a in typing.get_args(hint) if a is not type(None)]
         return _value(options[0], value, path)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{path} must be a list, got {value!r}")
+        item = typing.get_args(hint)[0]
+        return tuple(_value(item, v, f"{path}[{i}]") for i, v in enumerate(value))
     if hint is bool and isinstance(value, bool):
         return value
     if hint is int and isinstance(value, int) and not isinstance(value, bool):

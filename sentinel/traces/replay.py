@@ -162,7 +162,8 @@ class _Replay:
         if not same:
             # The statistics of that snapshot as this policy had them, not as the recorded one had.
             if isinstance(event, SnapshotTaken):
-                self.own_stats[event.step] = state.stats
+                if event.tier != "disk" or event.step not in self.own_stats:
+                    self.own_stats[event.step] = state.stats
             elif isinstance(event, Restored) and event.target in self.own_stats:
                 event = replace(event, stats=self.own_stats[event.target])
         state = engine.note(state, event, policy)

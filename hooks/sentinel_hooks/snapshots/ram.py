@@ -83,6 +83,7 @@ class Image:
     scaler: Any = None
     extra: list[Any] = field(default_factory=list)
     size_bytes: int = 0
+    readers: int = 0  # saves to disk that still read these buffers: they may not be written over
 
 
 class RamStore:
@@ -120,7 +121,7 @@ class RamStore:
             NotReadyError: some parameter has no shape yet.
             SnapshotError: it does not fit, or copying failed.
         """
-        live = dict(_live_tensors(self._target))
+        live = dict(live_tensors(self._target))
         self._check_room(live)
         spare, self._spare = self._spare, None
         copier = _Copier(pin=self._config.pin)
@@ -154,7 +155,12 @@ class RamStore:
         image = self._images.get(step)
         if image is None:
             raise SnapshotError(f"there is no snapshot of step {step}; there are {self.steps}")
-        live = dict(_live_tensors(self._target))
+        return self.put_back(image)
+
+    @torch.no_grad()
+    def put_back(self, image: Image) -> Stats:
+        """Copy an image back, wherever it came from; see restore()."""
+        live = dict(live_tensors(self._target))
         for key, saved in image.tensors.items():
             tensor = live.get(key)
             if tensor is None or tensor.shape != saved.data.shape:
@@ -170,7 +176,7 @@ class RamStore:
         if scaler is not None and image.scaler is not None:
             scaler.load_state_dict(copy.deepcopy(image.scaler))
         for thing, state in zip(self._target.extra_state, image.extra, strict=True):
-            thing.load_state_dict(_thaw(state))
+            thing.load_state_dict(thaw(state))
         return image.stats
 
     def keep_only(self, steps: Iterable[int]) -> None:
@@ -179,7 +185,17 @@ class RamStore:
         if len(wanted) >= len(self._images) and wanted.issuperset(self._images):
             return
         for step in [s for s in self._images if s not in wanted]:
-            self._spare = self._images.pop(step)
+            self.drop(step)
+
+    def image(self, step: int) -> Image:
+        """What is held of `step`, to be read only."""
+        return self._images[step]
+
+    def drop(self, step: int) -> None:
+        """Forget one snapshot; its buffers serve the next, unless somebody still reads them."""
+        image = self._images.pop(step)
+        if not image.readers:
+            self._spare = image
 
     def clear(self) -> None:
         """Let go of all memory."""
@@ -205,7 +221,7 @@ class RamStore:
 # ---------------------------------------------------------------- what there is
 
 
-def _live_tensors(target: Target) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+def live_tensors(target: Target) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
     """Every tensor of the models, then parameters that only an optimizer knows; each once."""
     seen: set[int] = set()
     for m, model in enumerate(target.models):
@@ -242,6 +258,14 @@ def _tree_bytes(value: Any) -> int:
 
 
 # ---------------------------------------------------------------- copying out
+
+
+def freeze(value: Any) -> Any:
+    """A copy in host memory of nested dicts, lists and tuples; thaw() makes live ones of it."""
+    copier = _Copier(pin=False)
+    frozen = copier.tree(value, None)
+    copier.flush()
+    return frozen
 
 
 class _Copier:
@@ -337,7 +361,7 @@ def _load_optimizer(
                 continue
             live = state.get(parameter)
             if not isinstance(live, dict):
-                state[parameter] = _thaw(saved)
+                state[parameter] = thaw(saved)
                 continue
             for key in [k for k in live if k not in saved]:
                 del live[key]
@@ -346,18 +370,18 @@ def _load_optimizer(
                 if isinstance(now, Tensor) and _fits(now, value):
                     pairs.append((now.detach(), value.data))
                 else:
-                    live[key] = _thaw(value)
+                    live[key] = thaw(value)
     for key in [k for k in state if id(k) not in known and k not in kept["others"]]:
         del state[key]
     for key, value in kept["others"].items():
-        state[key] = _thaw(value)
+        state[key] = thaw(value)
     for group, values in zip(optimizer.param_groups, kept["groups"], strict=False):
         for key, value in values.items():
             now = group.get(key)
             if isinstance(now, Tensor) and _fits(now, value):
                 pairs.append((now.detach(), value.data))
             else:
-                group[key] = _thaw(value)
+                group[key] = thaw(value)
 
 
 def _fits(live: Tensor, saved: Any) -> bool:
@@ -369,16 +393,16 @@ def _fits(live: Tensor, saved: Any) -> bool:
     )
 
 
-def _thaw(value: Any) -> Any:
+def thaw(value: Any) -> Any:
     """A live copy: the snapshot may be restored again."""
     if isinstance(value, HostTensor):
         return value.data.detach().clone().to(value.device)
     if isinstance(value, dict):
-        return {k: _thaw(v) for k, v in value.items()}
+        return {k: thaw(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_thaw(v) for v in value]
+        return [thaw(v) for v in value]
     if type(value) is tuple:
-        return tuple(_thaw(v) for v in value)
+        return tuple(thaw(v) for v in value)
     return value if isinstance(value, _PLAIN) else copy.deepcopy(value)
 
 
