@@ -38,7 +38,9 @@ from sentinel_hooks.target import Target
 
 logger = logging.getLogger(__name__)
 
-Mark = list[list[tuple[int, int] | None]]
+# By member: identity and version of each gradient; None for a member that has none at all.
+Mark = list[list[tuple[int, int] | None] | None]
+_NO_GRADS = {type(None)}
 
 
 @dataclass(slots=True)
@@ -131,13 +133,12 @@ class Observer:
         marks: Mark = []
         empty = True
         for member in self.probe.members:
-            mark = [
-                (id(g), g._version) if (g := p.grad) is not None else None
-                for p in member.parameters
-            ]
-            if empty and any(mark):
-                empty = False
-            marks.append(mark)
+            grads = [p.grad for p in member.parameters]
+            if set(map(type, grads)) <= _NO_GRADS:
+                marks.append(None)
+                continue
+            empty = False
+            marks.append([(id(g), g._version) if g is not None else None for g in grads])
         if empty and self._roots:  # all gradients were dropped since: a new accumulation
             self._roots = []
             self.fresh = 0
@@ -146,6 +147,10 @@ class Observer:
     def _collect(self, roots: Sequence[Tensor], marks: Mark) -> None:
         moved = 0
         for m, (member, mark) in enumerate(zip(self.probe.members, marks, strict=True)):
+            if mark is None:
+                if any(p.grad is not None for p in member.parameters):
+                    moved |= 1 << m
+                continue
             for p, before in zip(member.parameters, mark, strict=True):
                 g = p.grad
                 if g is not None and (before is None or (id(g), g._version) != before):
@@ -209,7 +214,8 @@ class Observer:
         if losses:
             loss = sum(values)
             if scale is not None:
-                loss /= scale
+                # An infinite root is the scale's doing (fp16 ends at 65,504), the loss is not known.
+                loss = None if math.isinf(loss) else loss / scale
         self.steps_without_loss = 0 if losses else self.steps_without_loss + 1
 
         norms = self.probe.resolve(pending, vectors)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import sentinel_hooks
 from sentinel.core.errors import ConfigError
@@ -132,6 +133,21 @@ def test_backwards_of_others_vector_roots_and_dropped_accumulations_are_no_losse
     assert seen[-1].loss == pytest.approx(loss.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_loss_that_is_recomputed_inside_backward_counts_once(
+    reentrant: bool, tmp_path: Path
+) -> None:
+    loop = Loop(tmp_path)
+    x, y = loop.batch()
+    x.requires_grad_()  # or the reentrant kind makes no graph
+    loss = checkpoint(loop.model, x, y, use_reentrant=reentrant)
+    loss.backward()  # the reentrant kind calls backward again, with a scalar root
+    loop.optimizer.step()
+    seen = loop.observed()
+    assert seen[0].shape[0] == 1
+    assert seen[0].loss == pytest.approx(loss.item(), rel=1e-6)
+
+
 def test_a_loss_behind_autograd_grad_is_absent_and_named_as_a_blind_spot(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     for _ in range(2):
@@ -178,6 +194,53 @@ def test_the_norm_is_the_one_before_the_clip_and_a_stale_one_is_not_used(tmp_pat
     assert float((seen[0].columns[LAYER_GRAD_NORM].astype(float) ** 2).sum()) == pytest.approx(
         true**2, rel=1e-5
     )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_with_a_scaler_norms_and_losses_are_unscaled_clipped_or_not(
+    unscale: bool, fused: bool, tmp_path: Path
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    loop = Loop(
+        tmp_path, lambda ps: torch.optim.AdamW(ps, lr=3e-3, fused=fused), grad_scaler=scaler
+    )
+    for clip in (False, True):
+        loop.optimizer.zero_grad()
+        loss = loop.loss()
+        scaler.scale(loss).backward()
+        true = math.sqrt(
+            sum(float((p.grad.double() / 512).square().sum()) for p in loop.model.parameters())  # type: ignore[union-attr]
+        )
+        if unscale:
+            scaler.unscale_(loop.optimizer)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)
+        scaler.step(loop.optimizer)
+        scaler.update()
+        assert loop.session.state.step == clip + 1
+        expected = (loss.item(), true)
+    seen = loop.observed()
+    assert (seen[1].loss, seen[1].grad_norm) == pytest.approx(expected, rel=1e-5)
+    assert seen[1].loss_scale == 512.0
+
+
+def test_an_overflow_is_a_step_that_the_scaler_dropped_and_no_skip_of_ours(
+    tmp_path: Path,
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    loop = Loop(tmp_path, grad_scaler=scaler)
+    for t in range(3):
+        loop.optimizer.zero_grad()
+        scaler.scale(loop.loss() * (2.0**60 if t < 2 else 1.0)).backward()
+        before = loop.held()
+        scaler.step(loop.optimizer)
+        scaler.update(2.0**20 if t == 1 else None)
+        assert (loop.held() == before) is (t < 2)
+    assert dict(loop.session.state.ledger.counters.skipped) == {}
+    assert dict(loop.session.state.ledger.counters.nonfinite) == {"grad": 2}  # and no loss
+    done = [(r.outcome.executed, r.outcome.applied) for r in _records(loop)]
+    assert done == [(Action.PROCEED, False)] * 2 + [(Action.PROCEED, True)]
 
 
 def test_batch_names_and_a_norm_of_the_users_own_reach_the_observation(tmp_path: Path) -> None:

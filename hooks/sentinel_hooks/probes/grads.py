@@ -149,7 +149,7 @@ class GradProbe:
             owners: Sequence[Tensor] = member.parameters
             grads: list[Tensor] = [p.grad for p in owners]  # type: ignore[misc]
             layer_P = member.layer_P
-            if any(g is None for g in grads):
+            if type(None) in set(map(type, grads)):
                 have = [i for i, g in enumerate(grads) if g is not None]
                 owners = [owners[i] for i in have]
                 grads = [grads[i] for i in have]
