@@ -57,6 +57,7 @@ REGISTER_DEADLINE_S = 2.0
 LATE_DEADLINE_S = 2.0  # of the thread's own calls: nobody waits for them
 CLOSE_DEADLINE_S = 2.0
 RETRY_S = 30.0
+HEARTBEAT_S = 15.0  # a sidecar takes a run for lost after 60 s; steps may be longer than that
 BUFFER_FRAMES = 10_000
 BUFFER_BYTES = 64 * 2**20
 BATCH_FRAMES = 64
@@ -138,8 +139,13 @@ class Link(Protocol):
         """How the link is doing."""
         ...
 
-    def close(self, how: str = "finished") -> None:
-        """Deliver what can be delivered within two seconds and let go; `how`: or "halted"."""
+    def close(self, how: str = "finished", state: State | None = None) -> None:
+        """Deliver what can be delivered within two seconds and let go.
+
+        Args:
+            how: finished or halted.
+            state: the final state, for a sidecar that missed something.
+        """
         ...
 
 
@@ -175,7 +181,7 @@ class EmbeddedLink:
     def status(self) -> LinkStatus:
         return LinkStatus(decided={str(Source.TRAINER): self._decided})
 
-    def close(self, how: str = "finished") -> None:
+    def close(self, how: str = "finished", state: State | None = None) -> None:
         pass
 
 
@@ -301,10 +307,9 @@ class RemoteLink:
         self._orders: deque[Command] = deque()
         self._known_orders: dict[str, None] = {}
         self._latest: tuple[int, State] | None = None  # of the newest frame, for a hand-over
-        self._live_from = 0  # frames before it are late; only with decide="trainer"
+        self._live_from = 0  # the thread's frames before it are late: the state is beyond them
 
         self._seq = 0
-        self._behind = False  # the newest frame was missed: the sidecar's copy of the state is old
         self._fence = 0
         self._moves: list[Move] = []
         self._last_decide: float | None = None
@@ -323,6 +328,8 @@ class RemoteLink:
         self._retry_at = 0.0
         self._closing: str | None = None
         self._closed = False
+        self._final: State | None = None
+        self._heartbeat_at = clock() + HEARTBEAT_S
 
         self._policy = policy
         self._policy_bytes = codec.encode_policy(policy)
@@ -398,10 +405,11 @@ class RemoteLink:
             longest_wait_s=self._longest_wait_s,
         )
 
-    def close(self, how: str = "finished") -> None:
+    def close(self, how: str = "finished", state: State | None = None) -> None:
         if self._closed:
             return
         self._closed = True
+        self._final = state
         with self._wake:
             self._closing = how
             self._wake.notify()
@@ -443,12 +451,10 @@ class RemoteLink:
                 self._missed(error, start)
             else:
                 self._answered(start)
-                self._behind = False
                 if decision is not None:
                     return decision
                 self._miss("recorded_only")
                 return None  # it is in the record already
-        self._behind = True
         self._keep(seq, raw)
         return None
 
@@ -512,8 +518,6 @@ class RemoteLink:
         self._breaker.answered(waited, now)
         if was_open:
             logger.info("the sidecar answers again run=%s url=%s", self._run, self._url)
-            with self._wake:
-                self._wake.notify()
         self._say_if_opened(was_open)
 
     def _missed(self, error: MissError, start: float) -> None:
@@ -678,7 +682,9 @@ class RemoteLink:
                     pause = self._pause()
                     if pause > 0.0 and self._closing is None:
                         self._wake.wait(pause)
-                    if self._closing is None and (self._mode is Decide.TRAINER):
+                    if self._closing is None and (
+                        self._mode is Decide.TRAINER or not self._decides or self._breaker.open
+                    ):
                         self._wake.wait_for(lambda: self._closing is not None, GATHER_S)
                     closing = self._closing
                 if closing is not None:
@@ -699,9 +705,7 @@ class RemoteLink:
             return self._retry_at - now
         if not self._ready:
             return 0.0
-        if self._buffer and not self._breaker.open:
-            return 0.0
-        return 3600.0
+        return 0.0 if self._buffer else self._heartbeat_at - now
 
     def _turn(self, deadline_s: float) -> bool:
         """One round of work; False when the sidecar does not play along."""
@@ -711,8 +715,6 @@ class RemoteLink:
             if not self._ready:
                 self._register(self._slow, True)
                 logger.info("registered with the sidecar run=%s url=%s", self._run, self._url)
-            if self._breaker.open and self._closing is None:
-                return False
             self._deliver(deadline_s)
         except MissError as error:
             if not self._ready or error.reason == "fenced":
@@ -727,12 +729,11 @@ class RemoteLink:
 
     def _deliver(self, deadline_s: float) -> None:
         """Send one batch from the front of the buffer; raises MissError."""
-        waits = self._mode is Decide.SIDECAR and self._decides
         batch: list[_Kept] = []
         with self._lock:
             size, late = 0, True
             for kept in self._buffer:
-                is_late = waits or kept.seq < self._live_from
+                is_late = kept.seq < self._live_from
                 if batch and (is_late != late or size + len(kept.raw) > BATCH_BYTES):
                     break
                 late = is_late
@@ -740,8 +741,9 @@ class RemoteLink:
                 size += len(kept.raw)
                 if len(batch) == BATCH_FRAMES:
                     break
-        if not batch:
+        if not batch and self._clock() < self._heartbeat_at:
             return
+        self._heartbeat_at = self._clock() + HEARTBEAT_S
         counts = self._news()
         reply = self._slow.post_steps(
             self._steps([kept.raw for kept in batch], late=late, counts=counts),
@@ -751,6 +753,8 @@ class RemoteLink:
             raise MissError("garbled", f"an answer about run {reply.run!r}")
         self._told = counts or self._told
         self._take_orders(reply)
+        if not batch:
+            return
         done = batch[-1].seq
         if reply.need_state:
             try:
@@ -773,6 +777,10 @@ class RemoteLink:
         if latest is None:
             raise MissError("need_state", "there is no state to hand over yet")
         seq, state = latest
+        self._hand_over(seq, state, deadline_s)
+        self._live_from = seq
+
+    def _hand_over(self, seq: int, state: State, deadline_s: float) -> None:
         self._slow.put_state(
             HandOver(
                 run=self._run,
@@ -783,7 +791,6 @@ class RemoteLink:
             ),
             deadline_s=deadline_s,
         )
-        self._live_from = seq
 
     def _finish(self, how: str) -> None:
         until = self._clock() + CLOSE_DEADLINE_S
@@ -794,9 +801,12 @@ class RemoteLink:
         if not self._ready or self._clock() >= until:
             return
         try:
-            if self._behind:
-                # Late frames move no counters: the last state brings them up to date.
-                self._hand_over_latest(max(until - self._clock(), 0.0))
+            if self._final is not None:
+                # Whatever was late or lost on the way: the totals end exact.
+                self._hand_over(self._seq, self._final, max(until - self._clock(), 0.0))
+        except MissError as error:
+            logger.info("the final state did not arrive run=%s why=%s", self._run, error)
+        try:
             self._slow.post_close(
                 Close(
                     run=self._run,

@@ -227,7 +227,8 @@ class Run:
     stats_kept: dict[int, Stats] = field(default_factory=dict)
 
     run_state: str = "running"
-    last_report: float = 0.0
+    last_report: float = 0.0  # the newest frame
+    last_heard: float = 0.0  # the newest sign of life: a long step or evaluation sends no frame
     columns: dict[str, Column] = field(default_factory=dict)
     decided: dict[str, int] = field(default_factory=dict)
     own: dict[str, int] = field(default_factory=dict)  # skipped by rule, when only recording
@@ -251,7 +252,7 @@ class Run:
 
     def live(self, now: float, lost_after_s: float) -> bool:
         """Whether its process is to be taken for alive."""
-        return self.run_state == "running" and now - self.last_report <= lost_after_s
+        return self.run_state == "running" and now - self.last_heard <= lost_after_s
 
 
 class Runs:
@@ -308,6 +309,7 @@ class Runs:
             max_layers=self.settings.max_layers,
             reason=reason,
             last_report=now,
+            last_heard=now,
         )
         self._enter(new, run, again)
         return Registered(
@@ -327,14 +329,18 @@ class Runs:
         """
         run = self._writer(message.run, message.incarnation, message.fence)
         frames = [messages.decode_frame(raw) for raw in message.frames]
-        if not frames:
-            raise ProtocolError("Steps must hold at least one frame, got none")
-        run.last_report = now
+        run.last_heard = now
         if run.run_state == "lost":
             run.run_state = "running"
             logger.info("run is back run=%s", run.name)
         if message.counts is not None:
             run.counts = message.counts
+        if not frames:
+            orders = self._pending(run, now)
+            return Reply(
+                run=run.name, incarnation=run.incarnation, seq=-1, step=-1, commands=orders
+            )
+        run.last_report = now
         reply = None
         for frame in frames:
             if message.late:
@@ -350,9 +356,9 @@ class Runs:
     def hand_over(self, message: HandOver, now: float) -> None:
         """Take the trainer's state; raises RefusedError or ProtocolError."""
         run = self._writer(message.run, message.incarnation, message.fence)
-        run.last_report = now
-        if not run.decides:
-            return
+        run.last_heard = now
+        if not run.decides or (run.known and message.seq < run.next_seq):
+            return  # overtaken: the copy is beyond it
         run.state = codec.decode_state(message.state)
         run.known = run.handed = True
         run.next_seq = message.seq
@@ -364,7 +370,7 @@ class Runs:
     def close(self, message: Close, now: float) -> None:
         """The run is over; raises RefusedError."""
         run = self._writer(message.run, message.incarnation, message.fence)
-        run.last_report = now
+        run.last_heard = now
         if message.counts is not None:
             run.counts = message.counts
         self._count(run, message.moves)
@@ -553,7 +559,7 @@ class Runs:
         old = self.runs.get(name)
         if old is not None and old.json and old.run_state in ("running", "lost"):
             old.layers = layers or old.layers
-            old.last_report = now
+            old.last_heard = now
             return old
         run = self._admit(name, "json", 0, now)
         policy = self.settings.policy or Policy.load("default")
@@ -572,6 +578,7 @@ class Runs:
             max_layers=self.settings.max_layers,
             json=True,
             last_report=now,
+            last_heard=now,
         )
         self._enter(new, run, False)
         return new
@@ -595,7 +602,7 @@ class Runs:
         run = self.get(name)
         if not run.json:
             raise RefusedError("fenced", f"run {name!r} is written by a trainer with an engine")
-        run.last_report = now
+        run.last_report = run.last_heard = now
         run.run_state = "running"
         if run.undecided and run.observation is not None and run.decision is not None:
             if observation.step == run.observation.step:
@@ -671,9 +678,9 @@ class Runs:
     def expire(self, now: float) -> None:
         """Mark silent runs lost and old orders expired."""
         for run in self.runs.values():
-            if run.run_state == "running" and now - run.last_report > self.settings.lost_after_s:
+            if run.run_state == "running" and now - run.last_heard > self.settings.lost_after_s:
                 run.run_state = "lost"
-                logger.warning("run lost run=%s silent_s=%.0f", run.name, now - run.last_report)
+                logger.warning("run lost run=%s silent_s=%.0f", run.name, now - run.last_heard)
             self._pending(run, now)
 
     def _pending(self, run: Run, now: float) -> tuple[Command, ...]:
@@ -718,7 +725,7 @@ class Runs:
             who = ", ".join(f"{key} {value}" for key, value in sorted(run.info.items()))
             detail = (
                 f"run {name!r} is written by another live process ({who or run.incarnation}), "
-                f"last heard {now - run.last_report:.1f} s ago; give this one another run_id, or "
+                f"last heard {now - run.last_heard:.1f} s ago; give this one another run_id, or "
                 f"wait until the other has been silent for {self.settings.lost_after_s:g} s"
             )
             run.refused = [*run.refused[-15:], incarnation]
@@ -766,7 +773,7 @@ class Runs:
         over = [r for r in self.runs.values() if r.run_state != "running"]
         if not over:
             raise RefusedError("full", f"{self.settings.max_runs} runs are running here", 429)
-        oldest = min(over, key=lambda r: r.last_report)
+        oldest = min(over, key=lambda r: r.last_heard)
         del self.runs[oldest.name]
 
 

@@ -142,7 +142,7 @@ class Counts(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
 
 
 class Steps(Message, kw_only=True, frozen=True):
-    """One frame to be decided, or several late ones to be recorded.
+    """One frame to be decided, or several late ones to be recorded, or none: a sign of life.
 
     Attributes:
         frames: each an encoded Frame.
@@ -163,6 +163,7 @@ class Reply(Message, kw_only=True, frozen=True, omit_defaults=True):
     """The sidecar's answer to Steps; about their last frame.
 
     Attributes:
+        seq: of that frame, -1 when there was none.
         decision: canonical bytes of the decision; None when it does not decide.
         need_state: it cannot follow: hand the state over and ask again.
         recorded_only: why it does not decide; "" when it does.

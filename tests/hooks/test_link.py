@@ -66,6 +66,7 @@ class Sidecar:
         self.orders: tuple[Command, ...] = ()
         self.policy: bytes | None = None
         self.decides = True
+        self.heartbeats = 0
         self.lock = threading.Lock()
 
     def answer(self, frame: Frame, **changes: Any) -> Reply:
@@ -109,6 +110,9 @@ class FakeClient:
         sidecar = self.sidecar
         with sidecar.lock:
             frames = [messages.decode_frame(raw) for raw in message.frames]
+            if not frames:
+                sidecar.heartbeats += 1
+                return Reply(run="r", incarnation="i", seq=-1, step=-1, commands=sidecar.orders)
             sidecar.frames += [(frame, message.late) for frame in frames]
             if message.late:
                 return sidecar.answer(frames[-1], decision=None, recorded_only="late")
@@ -358,18 +362,19 @@ class TestPolicy:
 
 
 class TestDelivery:
-    def test_missed_frames_are_delivered_late_and_in_order(
+    def test_missed_frames_are_delivered_afterwards_and_in_order(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         sidecar = Sidecar()
         with linked(monkeypatch, sidecar) as link:
             loop = Loop(link)
-            sidecar.answers = [MissError("timeout", ""), MissError("timeout", "")]
+            sidecar.down = MissError("timeout", "")
             loop.step()
             loop.step()
-            until(lambda: sum(late for _, late in sidecar.frames) == 2)
-            assert [frame.seq for frame, late in sidecar.frames if late] == [0, 1]
+            sidecar.down = None
             until(lambda: link.status().buffered == 0)
+            assert [frame.seq for frame, _ in sidecar.frames] == [0, 1]
+            assert loop.step()[1] is Source.SIDECAR
 
     def test_the_buffer_is_bounded_and_a_hole_is_counted(
         self, monkeypatch: pytest.MonkeyPatch
@@ -389,21 +394,22 @@ class TestDelivery:
         assert sidecar.closed[-1].counts is not None
         assert sidecar.closed[-1].counts.dropped == 3
 
-    def test_what_was_missed_while_the_breaker_was_open_arrives_at_close(
+    def test_while_the_breaker_is_open_the_sidecar_is_told_by_the_thread(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         sidecar = Sidecar()
         with linked(monkeypatch, sidecar) as link:
             loop = Loop(link)
             loop.step()
-            sidecar.answers = [MissError("timeout", "") for _ in range(3)]
-            for _ in range(5):
-                loop.step()
+            sidecar.down = MissError("timeout", "")
+            for _ in range(4):
+                assert loop.step()[1] is Source.TRAINER
             assert link.status().state == "breaker_open"
-        assert [frame.seq for frame, late in sidecar.frames if late][-5:] == [1, 2, 3, 4, 5]
-        (handed,) = sidecar.handed  # late frames move no counters
-        assert handed.seq == 5
-        assert codec.decode_state(handed.state).step == 5
+            sidecar.down = None
+            assert loop.step()[1] is Source.TRAINER
+            until(lambda: link.status().buffered == 0)
+            assert link.status().state == "breaker_open"
+        assert [frame.seq for frame, _ in sidecar.frames] == [0, 1, 2, 3, 4, 5]
         assert len(sidecar.closed) == 1
 
     def test_decide_trainer_hands_the_newest_state_over_and_goes_on_from_there(
@@ -462,6 +468,26 @@ class TestDelivery:
                 "another live process",
             )
             assert link.status().misses == {"fenced": 1, "refused": 1}
+
+    def test_while_nothing_happens_a_sign_of_life_is_sent(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.05)
+        sidecar = Sidecar()
+        sidecar.orders = (Command("c", CommandKind.PAUSE),)
+        with linked(monkeypatch, sidecar) as link:
+            until(lambda: sidecar.heartbeats >= 2)
+            assert [order.id for order in link.take_commands()] == ["c"]
+
+    def test_the_final_state_is_handed_over_at_the_end(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar = Sidecar()
+        with linked(monkeypatch, sidecar) as link:
+            loop = Loop(link)
+            loop.step()
+            link.close("finished", loop.state)
+        assert [(h.seq, h.state) for h in sidecar.handed] == [(1, codec.encode_state(loop.state))]
 
     def test_goodbye_carries_the_last_outcome(self, monkeypatch: pytest.MonkeyPatch) -> None:
         sidecar = Sidecar()

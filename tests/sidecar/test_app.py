@@ -399,6 +399,41 @@ class TestTrainers:
 
         run(test)
 
+    def test_a_sign_of_life_keeps_a_run_that_sends_no_frames(self) -> None:
+        async def test() -> None:
+            clock = FakeClock()
+            async with sidecar(clock, lost_after_s=60.0) as at:
+                trainer = Trainer(at)
+                await trainer.register()
+                for _ in range(3):
+                    clock.advance(50.0)
+                    assert (await trainer.post()).seq == -1
+                    at.app.state.runs.expire(clock())
+                about = await trainer.about()
+                assert (about["state"], about["last_report_s_ago"]) == ("running", 150.0)
+                assert isinstance(await Trainer(at, incarnation="j").register(), Refused)
+
+        run(test)
+
+    def test_a_state_that_was_overtaken_is_not_taken_back(self) -> None:
+        async def test() -> None:
+            async with sidecar() as at:
+                trainer = Trainer(at)
+                await trainer.register()
+                for _ in range(3):
+                    await trainer.step()
+                late = HandOver(
+                    run="r",
+                    incarnation="i",
+                    fence=trainer.fence,
+                    seq=1,
+                    state=codec.encode_state(engine.initial()),
+                )
+                assert await at.send("PUT", "/v1/runs/r/state", late) == Accepted(run="r")
+                assert not (await trainer.post(trainer.frame(Observation(3, 2.0, 1.0)))).need_state
+
+        run(test)
+
     def test_an_unknown_run_is_told_how_to_become_known(self) -> None:
         async def test() -> None:
             async with sidecar() as at:
