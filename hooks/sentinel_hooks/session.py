@@ -636,7 +636,7 @@ class Session:
         self._record_trouble = str(error)
 
     def _close(self) -> None:
-        self._guard.run("link", self._link.close, "finished")
+        self._guard.run("link", self._link.close, "finished", self._state)
         if self._recorder is not None:
             try:
                 self._recorder.close()
