@@ -634,6 +634,8 @@ class RemoteLink:
             pass  # the step that asks will say so
 
     def _register(self, client: Client, pinned: bool) -> Registered:
+        with self._lock:
+            first = self._buffer[0].seq if self._buffer else self._seq
         answer = client.register(
             Register(
                 run=self._run,
@@ -641,6 +643,7 @@ class RemoteLink:
                 fence=self._fence,
                 policy=self._policy_bytes,
                 pinned=pinned,
+                first=first,
                 layers=self._layers,
                 info=self._info,
             ),

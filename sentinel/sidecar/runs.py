@@ -83,7 +83,8 @@ class RefusedError(SentinelError):
 class Seen:
     """Which frame numbers have arrived: intervals, so that a long run stays small."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: int = 0) -> None:
+        self._start = start
         self._spans: list[list[int]] = []  # [first, last], ascending, apart
 
     def add(self, seq: int) -> bool:
@@ -119,8 +120,10 @@ class Seen:
 
     @property
     def missing(self) -> int:
-        """Holes: numbers below the highest one that have not arrived."""
-        return self._spans[-1][1] + 1 - self.count if self._spans else 0
+        """Holes: numbers from the start to the highest one that have not arrived."""
+        if not self._spans:
+            return 0
+        return max(self._spans[-1][1] + 1 - self._start - self.count, 0)
 
 
 class WindowMax:
@@ -308,6 +311,7 @@ class Runs:
             registered=now,
             max_layers=self.settings.max_layers,
             reason=reason,
+            seen=Seen(message.first),
             last_report=now,
             last_heard=now,
         )

@@ -72,6 +72,7 @@ class Register(Message, kw_only=True, frozen=True):
         fence: the fence of an earlier registration of this incarnation, 0 for none.
         policy: canonical bytes of the policy it runs.
         pinned: it keeps that policy; otherwise the sidecar may hand it another.
+        first: number of the oldest frame that this registration may still bring.
         info: host, pid, versions: for people.
     """
 
@@ -80,6 +81,7 @@ class Register(Message, kw_only=True, frozen=True):
     engine_version: int = ENGINE_VERSION
     policy: bytes
     pinned: bool = True
+    first: int = 0
     layers: tuple[Layer, ...] = ()
     info: dict[str, str] = {}
 

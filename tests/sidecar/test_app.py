@@ -287,6 +287,19 @@ class TestTrainers:
 
         run(test)
 
+    def test_a_restarted_sidecar_does_not_miss_what_it_was_told_before(self) -> None:
+        async def test() -> None:
+            async with sidecar() as at:
+                trainer = Trainer(at, first=500)
+                trainer.seq = 500
+                await trainer.register()
+                await trainer.step()
+                trainer.seq += 2
+                await trainer.step()
+                assert (await trainer.about())["record"]["holes"] == 2
+
+        run(test)
+
     def test_a_frame_that_was_overtaken_does_not_disturb_the_newer_one(self) -> None:
         async def test() -> None:
             async with sidecar() as at:
