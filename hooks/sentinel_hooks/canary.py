@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from sentinel.core.types import CanaryAnswer
+from sentinel_hooks.seams.safe_point import Hook
 
 SPACING = 4  # a new batch is kept this often: the one that is asked is hardly older than `age`
 
@@ -155,7 +156,9 @@ class Canary:
         self._why_not = ""
         self._handles: list[Any] = []
         if isinstance(loss_fn, nn.Module):
-            self._handles = [loss_fn.register_forward_hook(self._on_criterion, with_kwargs=True)]
+            self._handles = [
+                loss_fn.register_forward_hook(Hook(self._on_criterion), with_kwargs=True)
+            ]
 
     def remove(self) -> None:
         """Let go of batches and hooks."""
@@ -266,7 +269,7 @@ class Canary:
     def _on_criterion(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
         recording = self._current
         if recording is None or recording.loss is not None or recording.output is None:

@@ -214,7 +214,7 @@ class Observer:
         if losses:
             loss = sum(values)
             if scale is not None:
-                # An infinite root is the scale's doing (fp16 ends at 65,504), the loss is not known.
+                # An infinite root is the scale's doing (fp16 ends at 65,504): the loss is unknown.
                 loss = None if math.isinf(loss) else loss / scale
         self.steps_without_loss = 0 if losses else self.steps_without_loss + 1
 

@@ -373,6 +373,8 @@ class Session:
         if open_ is not None:
             if not plan.hold and not kernel_will_drop(optimizer):
                 open_.applied = True
+                if self._plan.hold:  # it could not be carried out
+                    open_.executed = Action.PROCEED
             open_.complete = True
         self._safe_done = False
         if self._unseen and self._all_stepped():

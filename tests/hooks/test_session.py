@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -614,6 +617,34 @@ def test_a_dummy_step_that_only_makes_optimizer_state_is_not_a_step(tmp_path: Pa
     assert loop.session.state.step == 0
     loop.step()
     assert loop.session.state.step == 1
+
+
+def test_copies_and_pickles_of_a_watched_model_carry_nothing_of_ours(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 1))  # a class that another process knows
+    optimizer = torch.optim.AdamW(model.parameters())
+    criterion = nn.MSELoss()
+    with sentinel_hooks.attach(
+        model=model, optimizer=optimizer, loss_fn=criterion, sidecar=None, run_dir=tmp_path
+    ) as session:
+        copied, copied_optimizer = copy.deepcopy(model), copy.deepcopy(optimizer)
+        pickled = pickle.dumps((model, criterion, optimizer))
+        assert b"sentinel_hooks" not in pickled
+        loaded, loaded_criterion, _ = pickle.loads(pickled)
+        x = torch.ones(2, 3)
+        for other in (copied, loaded):
+            for _ in range(3):
+                loaded_criterion(other(x), torch.zeros(2, 1)).backward()
+        copied_optimizer.step()
+        assert session.state.step == 0
+        assert session._forwards == 0
+        code = (
+            "import pickle, sys\n"
+            "print(len(pickle.load(sys.stdin.buffer)), 'sentinel_hooks' in sys.modules)"
+        )
+        out = subprocess.run(
+            [sys.executable, "-c", code], input=pickled, capture_output=True, check=True
+        )
+        assert out.stdout.split() == [b"3", b"False"]
 
 
 def test_two_forwards_before_one_backward_are_one_safe_point(tmp_path: Path) -> None:

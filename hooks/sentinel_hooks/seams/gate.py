@@ -88,8 +88,9 @@ class Gate:
         zero_grad = optimizer.zero_grad
 
         def watched_zero_grad(*args: Any, **kwargs: Any) -> None:
-            self.busy()
-            guard.run("zero_grad", driver.zeroed, optimizer)
+            if not torch.compiler.is_compiling():
+                self.busy()
+                guard.run("zero_grad", driver.zeroed, optimizer)
             zero_grad(*args, **kwargs)
 
         self._zero_grad = Patch(optimizer, "zero_grad", watched_zero_grad)
@@ -131,18 +132,20 @@ class Gate:
         with torch.no_grad():
             plan = self._guard.run("gate", self._driver.before_step, optimizer, call is not None)
             if plan is not None:
+                if not self._guard.run("act", self._act, plan):
+                    plan = StepPlan(halt=plan.halt)  # nothing could be done: the step goes on
                 self._plan = plan
-                self._guard.run("act", self._act, plan)
                 if call is not None and plan.hold:
                     call.freeze()
         self.stepping = True
         return (args, kwargs) if call is not None else None
 
-    def _act(self, plan: StepPlan) -> None:
+    def _act(self, plan: StepPlan) -> bool:
         if plan.hold:
             self._held = hold_back(self.optimizer)
         elif plan.lr_factor != 1.0:
             self._lr = scale_lr(self.optimizer, plan.lr_factor)
+        return True
 
     def _after(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

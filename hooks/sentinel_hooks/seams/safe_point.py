@@ -14,7 +14,9 @@ Purity:  changes neither inputs nor outputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +35,28 @@ class ForwardListener(Protocol):
         ...
 
 
+# What a hook becomes in a copy of its module: takes anything, returns None, and is found by a
+# process that loads the pickle and knows nothing of us.
+INERT = functools.partial(sys.audit, "torch_sentinel.inert_hook")
+
+
+class Hook:
+    """A hook that does not travel: in a deep copy (EMA) or a pickle of the module it is inert."""
+
+    def __init__(self, body: Callable[..., None]) -> None:
+        self._body = body
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._body(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return INERT
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (INERT.func, *INERT.args)
+
+
 class ForwardTap:
     """Forward hooks on the root models."""
 
@@ -41,8 +65,8 @@ class ForwardTap:
         self._handles = []
         for model in models:
             self._handles += [
-                model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-                model.register_forward_hook(self._after, with_kwargs=True),
+                model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True),
+                model.register_forward_hook(Hook(self._after), with_kwargs=True),
             ]
 
     def remove(self) -> None:
@@ -52,15 +76,11 @@ class ForwardTap:
         self._handles = []
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return
         if module.training and torch.is_grad_enabled():
             self._listener.on_forward(module, args, kwargs)
 
     def _after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if torch.compiler.is_compiling():
-            return
         if module.training and torch.is_grad_enabled():
             self._listener.on_output(module, output)
