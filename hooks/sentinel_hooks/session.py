@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from sentinel.core import engine
 from sentinel.core.policy import CanaryMode, Policy
-from sentinel.core.state import State
+from sentinel.core.state import State, Stats
 from sentinel.core.types import (
     Action,
     AutomationSet,
@@ -55,6 +55,7 @@ from sentinel.core.types import (
     Protection,
     Restored,
     RestoreFailed,
+    SnapshotLost,
     SnapshotTaken,
     Source,
 )
@@ -72,6 +73,7 @@ from sentinel_hooks.seams.loss_tap import LOSS_TAP
 from sentinel_hooks.seams.safe_point import ForwardTap
 from sentinel_hooks.signals import Signals
 from sentinel_hooks.snapshots import Snapshots
+from sentinel_hooks.snapshots.disk import DiskStore, Failed
 from sentinel_hooks.snapshots.ram import NotReadyError, RamStore, SnapshotError
 from sentinel_hooks.status import BlindSpot, Status
 from sentinel_hooks.target import Target
@@ -158,6 +160,14 @@ class Session:
             norm_fn=norm_fn,
         )
         self._store = RamStore(target, snapshots)
+        self._disk = DiskStore(
+            target,
+            snapshots,
+            self.directory,
+            run=run_id,
+            policy=self.policy,
+            incarnation=incarnation,
+        )
         self._canary = (
             Canary(target.models, self.policy.canary.age, loss_fn)
             if self.policy.canary.mode is CanaryMode.ON
@@ -180,7 +190,7 @@ class Session:
         self._safe_done = False
         self._forwards = 0  # since the last gate
         self._unseen = 0  # steps in a row without any
-        self._first_snapshot_due = snapshots.ram
+        self._first_snapshot_due = snapshots.ram or self._disk.enabled
         self._snapshot_due = False
         self._snapshot_trouble = ""
         self._restore_due: Decision | None = None
@@ -261,6 +271,7 @@ class Session:
             candidate=next((s.step for s in ledger.snapshots if not s.healthy), None),
             healthy=tuple(s.step for s in ledger.snapshots if s.healthy),
             snapshot_bytes=self._store.size_bytes,
+            on_disk=self._disk.steps,
             counters=ledger.counters,
             link=self._link.status(),
             incidents=ledger.incidents[-3:],
@@ -287,6 +298,7 @@ class Session:
             self._guard.run("detach", self._canary.remove)
         for optimizer in self._target.optimizers:
             _attached.discard(optimizer)
+        self._guard.run("snapshot", self._close_disk)
         self._store.clear()
         self._observer.used()
         self._close()
@@ -516,6 +528,7 @@ class Session:
 
     def _prune(self) -> None:
         self._store.keep_only(s.step for s in self._state.ledger.snapshots)
+        self._disk.follow(self._state.ledger)
 
     def _maybe_safe_point(self) -> None:
         """A training forward begins: is this the first after the step?"""
@@ -532,6 +545,7 @@ class Session:
         self._done.clear()
         if self._state.step - self._pause_looked >= PAUSE_EVERY:
             self._look_for_pause()
+        self._poll_disk()
         if self._first_snapshot_due:
             self._take_first()
         elif self._restore_due is not None:
@@ -550,7 +564,9 @@ class Session:
             self._first_snapshot_due = True
 
     def _take(self) -> None:
-        step = self._state.step
+        step, on_disk = self._state.step, self._disk.due(self._state.step)
+        if not (self._snapshots.ram or on_disk):
+            return
         try:
             self._store.take(step, self._state.stats)
         except NotReadyError:
@@ -563,7 +579,30 @@ class Session:
             self._snapshot_trouble = str(error)
             return
         self._snapshot_trouble = ""
-        self._note(SnapshotTaken(step))
+        if on_disk:
+            image, ledger = self._store.image(step), self._state.ledger
+            on_disk = bool(self._guard.run("snapshot", self._disk.offer, image, ledger))
+        if self._snapshots.ram:
+            self._note(SnapshotTaken(step))
+            return
+        self._store.clear()  # the save in flight holds it
+        if on_disk:
+            self._note(SnapshotTaken(step, "disk"))
+
+    def _poll_disk(self) -> None:
+        """What has become of saves in the background."""
+        for ended in self._disk.poll():
+            step, target = self._state.step, ended.step
+            if all(s.step != target for s in self._state.ledger.snapshots):
+                continue
+            if target in self._disk.steps:
+                self._note(SnapshotTaken(target, "disk"))
+            elif target not in self._store.steps and isinstance(ended, Failed):
+                self._note(SnapshotLost(step, target, ended.reason))
+
+    def _close_disk(self) -> None:
+        self._disk.close()
+        self._poll_disk()
 
     def _restore(self, decision: Decision) -> None:
         step, target = self._state.step, decision.target
@@ -571,22 +610,30 @@ class Session:
         if target is None:
             self._note(RestoreFailed(step, None, "there is no healthy snapshot"))
             return
-        try:
-            stats = self._store.restore(target)
-        except Exception as error:
-            known = isinstance(error, SnapshotError)
-            reason = str(error) if known else f"{type(error).__name__}: {error}"
-            self._note(RestoreFailed(step, target, reason))
-            logger.error(
-                "could not roll back run=%s step=%s target=%s reason=%s",
-                self.run_id,
-                step,
-                target,
-                reason,
-            )
-            if known:
-                return
-            raise
+        reason = ""
+        while target is not None:
+            try:
+                stats = self._put_back(target)
+                break
+            except Exception as error:
+                known = isinstance(error, SnapshotError)
+                reason = str(error) if known else f"{type(error).__name__}: {error}"
+                logger.error(
+                    "a snapshot cannot be used run=%s step=%s target=%s reason=%s",
+                    self.run_id,
+                    step,
+                    target,
+                    reason,
+                )
+                if not known:  # it may be half done
+                    self._note(RestoreFailed(step, target, reason))
+                    raise
+            self._note(SnapshotLost(step, target, reason))
+            older = [s.step for s in self._state.ledger.snapshots if s.healthy and s.step < target]
+            target = max(older, default=None)
+        else:
+            self._note(RestoreFailed(step, decision.target, reason))
+            return
         self._note(Restored(step, target, stats))
         logger.info(
             "rolled back run=%s from_step=%s to_step=%s rule=%s took_s=%.3f",
@@ -596,6 +643,12 @@ class Session:
             decision.rule,
             self._clock() - began,
         )
+
+    def _put_back(self, target: int) -> Stats:
+        """From RAM, or from the disk when RAM has it not; a save in flight is awaited."""
+        if target in self._store.steps or not self._disk.enabled:
+            return self._store.restore(target)
+        return self._store.put_back(self._disk.load(target))
 
     def _look_for_pause(self) -> None:
         """A file pauses automation without any sidecar."""
@@ -649,6 +702,7 @@ class Session:
         if not self._detached:
             self._guard.run("settle", self._settle)
             self._detached = True
+            self._guard.run("snapshot", self._close_disk)
             self._close()
 
     # ---------------------------------------------------------------- telling
@@ -693,12 +747,14 @@ class Session:
                     "attach the object that the loop calls, for example the compiled wrapper",
                 )
             )
-        if not self._snapshots.ram:
+        if not self._snapshots.ram and not self._disk.enabled:
             spots.append(
                 BlindSpot("no snapshots: nothing to roll back to", "use Snapshots(ram=True)")
             )
         elif self._snapshot_trouble:
             spots.append(BlindSpot(f"snapshots fail: {self._snapshot_trouble}", ""))
+        if self._disk.trouble:
+            spots.append(BlindSpot(f"no snapshot reaches the disk: {self._disk.trouble}", ""))
         if self._record_trouble:
             spots.append(BlindSpot(f"the trace has holes: {self._record_trouble}", ""))
         if self._observer.probe.unlisted:

@@ -34,6 +34,7 @@ class Status:
         canary: "available", or why not and the way out.
         candidate: step of the snapshot that waits to be confirmed.
         healthy: steps of snapshots that a rollback may use, oldest first.
+        on_disk: steps of snapshots that this process has on disk.
         late_skips: optimizers of a group that were held back on their own, because a gradient
             made after the group's decision was not finite.
         internal_errors: sentinel's own errors that were caught, by place.
@@ -54,6 +55,7 @@ class Status:
     link: LinkStatus
     incidents: tuple[Incident, ...] = ()
     late_skips: int = 0
+    on_disk: tuple[int, ...] = ()
     internal_errors: Mapping[str, int] = field(default_factory=dict)
     directory: str = ""
 
@@ -70,6 +72,7 @@ class Status:
         lines.append(
             f"  snapshots: healthy at {healthy}; candidate {candidate}; "
             f"{self.snapshot_bytes / 2**20:.1f} MiB of host memory"
+            + (f"; on disk {', '.join(map(str, self.on_disk))}" if self.on_disk else "")
         )
         lines.append(
             f"  so far: {c.steps} steps, {_sum(c.skipped)} skipped{_by(c.skipped)}, "

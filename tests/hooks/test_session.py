@@ -715,7 +715,7 @@ def test_a_policy_or_mode_that_makes_no_sense_is_refused(tmp_path: Path) -> None
 
 
 def test_status_says_in_words_what_is_guarded_and_what_is_not(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, run_id="r7", snapshots=Snapshots(ram=False))
+    loop = Loop(tmp_path, run_id="r7", snapshots=Snapshots(ram=False, disk=False))
     first = loop.session.status()
     assert (first.run_id, first.step, first.protection) == ("r7", 0, Protection.WARMING)
     for _ in range(30):

@@ -1,11 +1,11 @@
 """Disk tier: some of the RAM snapshots, written in the background, for when RAM or process is gone.
 
     disk = DiskStore(target, Snapshots(), run_directory, run="r7", policy=policy)
-    if disk.due(step): disk.offer(image, attempt)      after the RAM copy; returns at once
-    for done in disk.poll(): ...                       what was saved, or failed, since the last call
-    disk.follow(ledger)                                marks copies healthy or unhealthy, as they are
-    image = disk.load(step)                            verified; SnapshotError names what is wrong
-    disk.close()                                       waits for a save in flight, but not for ever
+    if disk.due(step): disk.offer(image, ledger)     after the RAM copy; returns at once
+    for ended in disk.poll(): ...                    what was saved, or failed, since the last call
+    disk.follow(ledger)                              marks copies healthy or not, as their steps are
+    image = disk.load(step)                          verified; SnapshotError names what is wrong
+    disk.close()                                     waits for a save in flight, but not for ever
 
 One thread does all that touches the disk, in order. It reads the RAM copy, never the live objects:
 the trainer pays for the RAM copy and nothing else. When a save is still running, the next one that
@@ -33,6 +33,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -162,8 +163,11 @@ class DiskStore:
             and os.getpid() == self._pid  # the thread does not follow into a fork
         )
 
-    def offer(self, image: Image, attempt: int) -> None:
-        """Write this image in the background. Its buffers are lent until poll() tells the end."""
+    def offer(self, image: Image, ledger: Ledger) -> bool:
+        """Write this image in the background; True, unless copying the rest of it raised.
+
+        Its buffers are lent until poll() tells the end.
+        """
         rest = files.capture(self._target)
         self._paths.pop(image.step, None)
         self._start()
@@ -171,7 +175,8 @@ class DiskStore:
         image.readers += 1
         self._next = next_due(image.step, self._schedule)
         self._health[image.step] = Health.CANDIDATE
-        self._jobs.put(lambda: self._save(image, rest, attempt))
+        self._jobs.put(partial(self._save, image, rest, ledger))
+        return True
 
     def poll(self) -> list[Saved | Failed]:
         """What has ended since the last call."""
@@ -222,7 +227,7 @@ class DiskStore:
                 reason = "trouble came before it was confirmed"
             if health is not was:
                 self._health[step] = health
-                self._put(lambda s=step, h=health, r=reason: self._mark(s, h, r))
+                self._put(partial(self._mark, step, health, reason))
 
     def find(self, steps: Iterable[int]) -> tuple[int, ...]:
         """Count copies of earlier processes of this run, of these steps; those that are there.
@@ -301,10 +306,10 @@ class DiskStore:
 
     # ---------------------------------------------------------------- the thread's side
 
-    def _save(self, image: Image, rest: files.Rest, attempt: int) -> None:
+    def _save(self, image: Image, rest: files.Rest, ledger: Ledger) -> None:
         began = time.perf_counter()
         try:
-            path = self._write(image, rest, attempt)
+            path = self._write(image, rest, ledger)
         except Exception as error:  # noqa: BLE001  the user's objects and the disk may raise anything
             self._done.append(Failed(image.step, _say(error)))
             return
@@ -312,7 +317,8 @@ class DiskStore:
         self._done.append(Saved(image.step, path, time.perf_counter() - began))
         self._rotate()
 
-    def _write(self, image: Image, rest: files.Rest, attempt: int) -> Path:
+    def _write(self, image: Image, rest: files.Rest, ledger: Ledger) -> Path:
+        attempt = ledger.attempt
         os.makedirs(self._root, exist_ok=True)
         self._make_room(image.size_bytes + _SLACK_BYTES)
         path = self._fresh(image.step, attempt)
@@ -326,6 +332,7 @@ class DiskStore:
                 names,
                 {
                     **values,
+                    "applied": ledger.in_weights,
                     "parameters": files.layout(image),
                     "weights": files.weights_hash(image),
                     "saved_at": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
