@@ -4,9 +4,8 @@ Garbage and half-bad batches are blamed on the data: skipped, nothing rolled bac
 bitwise as a hand-written loop that threw those batches away and never heard of a canary. Learning
 rate and weight faults are blamed on the weights: rolled back at the fourth spike step.
 
-Seen red: with the margin at 10 (weight faults called data), with the age at 1 after letting the
-garbage in, with the canary's forward left in training mode without its RNG fork (dropout moves the
-RNG), without its buffers put back (BatchNorm), and with mode="off".
+Seen red: with every verdict "data", with every verdict "weights", with a bound of 10 on the skips,
+with the RNG or the buffers not put back after asking, and with mode="off" (the last test).
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ The test copies the run itself before each step; after the rollback the run must
 of the newest healthy step, and from there a loop written by hand (oracle.rescued) that goes on with
 the next unseen batches at the stated learning rates, while every schedule follows attempted steps.
 
-Seen red: with the optimizer's state left out of the restore, with buffers left out, with the
-scaler left out, with param_groups restored too (schedules jump back), with the restore done at
-once instead of at the safe point, with the LR cut off by one step, and with mode="observe".
+Seen red: without the optimizer's state, the buffers, the scaler or extra_state in the copy; with a
+copy that aliases live tensors; with the schedule's group entries restored too; with the restore
+done at once, in an evaluation pass, or before all optimizers have stepped; with a cut that ends one
+step early, or none; with candidates taken for healthy, the ladder's "strictly older" ignored, and
+no shield after a rollback; with parameters never checked; and with mode="observe".
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from tests.support import not_applicable
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-EVERY, CONFIRM, HOLD, REWARM = 10, 4, 3, 4
+EVERY, CONFIRM, HOLD, REWARM = 10, 4, 3, 8
 
 
 def rules(

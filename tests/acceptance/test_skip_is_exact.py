@@ -4,8 +4,9 @@ Every class of torch.optim that steps on the CPU, in every variant it offers, wi
 accumulation and a gradient scaler, with a fault at the first and at a middle step. The oracle is a
 loop written by hand that computes the faulty batch and throws it away (oracle.by_hand).
 
-Seen red: with SKIP executed as zeroed gradients (momentum and decay move), with the grads put back
-before step(), and with mode="observe" (the negative controls below stay in the suite).
+Seen red: with the gradients zeroed instead of taken away (momentum and decay move), left in place,
+or optimizer state made by a held step kept (LBFGS, fused); with scaler.update() not watched; and
+with mode="observe" (the negative controls below stay in the suite).
 """
 
 from __future__ import annotations

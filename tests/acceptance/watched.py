@@ -180,8 +180,9 @@ def train_world(
                 world.scaler.step(optimizer)
             else:
                 optimizer.step()
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+            if factor != 1.0:  # otherwise hands off: what sentinel leaves behind must show
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate
         trail.after[t] = world.fragile()
         trail.held.append(trail.after[t] == trail.before[t])
         if world.scaler is not None:
