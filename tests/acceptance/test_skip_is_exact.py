@@ -21,6 +21,7 @@ from tests.acceptance.oracle import (
     Job,
     JobSpec,
     OptimizerCase,
+    Step,
     by_hand,
     classes,
     gain_for,
@@ -218,6 +219,48 @@ def test_a_finite_loss_with_a_nan_gradient_is_skipped_though_the_loop_clips(tmp_
     session.detach()
     assert job.everything() == oracle.everything()
     assert skipped(session) == {"nonfinite_grad": 1}
+
+
+@pytest.mark.parametrize("scaler", [False, True], ids=["plain", "scaler"])
+@pytest.mark.parametrize("name", ["AdamW-foreach", "AdamW-fused", "SGD-for-loop"])
+def test_the_norm_is_judged_before_the_loop_clips_it(
+    name: str, scaler: bool, tmp_path: Path
+) -> None:
+    spec = JobSpec(CASES[name], accumulation=4, scaler=scaler, seed=21)
+    at = drawn(f"clip {name} {scaler}", spec.seed).randrange(WARMUP, STEPS - 2)
+    data = regression(spec, STEPS)
+
+    def run(job: Job, data: list[Step], never: set[int]) -> list[float]:
+        norms = []
+        for t, step in enumerate(data):
+            job.optimizer.zero_grad()
+            for micro in step:
+                job.backward(micro)
+            if job.scaler is not None:
+                job.scaler.unscale_(job.optimizer)
+            norms.append(float(torch.nn.utils.clip_grad_norm_(job.model.parameters(), 0.2)))
+            if job.scaler is None:
+                if t not in never:
+                    job.optimizer.step()
+            else:
+                if t not in never:
+                    job.scaler.step(job.optimizer)
+                job.scaler.update()
+            job.scheduler.step()
+        return norms
+
+    norms = run(Job(spec), data[: at + 1], {at})
+    recent = norms[:at][-WINDOW:]
+    data[at] = with_gain(data[at], 10.1 * (sum(recent) / len(recent)) / norms[at])
+    oracle = Job(spec)
+    run(oracle, data, {at})
+    job = Job(spec)
+    session = job_session(job, SMALL, tmp_path)
+    run(job, data, set())
+    session.detach()
+    assert job.everything() == oracle.everything()
+    assert skipped(session) == {"grad_norm": 1}
+    assert "10.1 times" in actions(session)[at][2]
 
 
 @pytest.mark.parametrize("name", ["AdamW-fused", "AdamW-foreach", "SGD-fused"])
