@@ -1,6 +1,6 @@
 """The `sentinel` command.
 
-    sentinel serve | status | replay | demo | policy      (--help on each)
+    sentinel serve | status | replay | snapshots | demo | policy      (--help on each)
 
 Exit status: 0, or 1 when it was asked for something that it could not do, or 2 for bad usage.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import quote
 
 from sentinel import __version__
-from sentinel.cli import replay
+from sentinel.cli import replay, snapshots
 from sentinel.client import TOKEN_VARIABLE, Client
 from sentinel.core.errors import SentinelError
 from sentinel.core.policy import SHIPPED, Policy
@@ -84,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     status_.set_defaults(run=status)
 
     replay.add_parser(commands)
+    snapshots.add_parser(commands)
 
     commands.add_parser("demo", help="a run goes wrong and is saved (needs torch)", add_help=False)
 
