@@ -8,6 +8,7 @@ Exit status: 0, or 1 when it was asked for something that it could not do, or 2 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
@@ -178,6 +179,13 @@ def _shown(value: Any) -> str:
 
 def demo(arguments: list[str]) -> int:
     """Run the demo in a process of its own: this one never imports torch."""
+    if importlib.util.find_spec("torch") is None:
+        print(
+            "sentinel: the demo trains a model and needs torch, which is not installed here; "
+            "install it with: pip install 'torch-sentinel[hooks]'",
+            file=sys.stderr,
+        )
+        return 1
     command = [sys.executable, "-m", "sentinel_hooks.demo", *arguments]
     return subprocess.call(command)  # noqa: S603 (our own module, no shell)
 

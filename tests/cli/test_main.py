@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -68,8 +69,17 @@ def test_demo_passes_its_arguments_on_to_a_process_of_its_own(
         return 7
 
     monkeypatch.setattr(subprocess, "call", call)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     assert cli.main(["demo", "--json", "--steps", "3"]) == 7
     assert seen == [[sys.executable, "-m", "sentinel_hooks.demo", "--json", "--steps", "3"]]
+
+
+def test_demo_without_torch_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert cli.main(["demo"]) == 1
+    assert "pip install 'torch-sentinel[hooks]'" in capsys.readouterr().err
 
 
 def test_status_of_a_sidecar_that_is_not_there_is_an_error(
