@@ -518,3 +518,23 @@ def test_closing_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monk
     world.disk.close(wait_s=0.1)
     assert time.perf_counter() - began < 5
     go.set()
+
+
+def test_a_marker_that_could_not_be_written_is_written_after_the_next_save(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    path = world.save(50, healthy=False)
+    aside = path.with_name("aside")
+    path.rename(aside)
+    confirmed = Ledger(snapshots=(Snapshot(50, True),))
+    world.disk.follow(confirmed)
+    world.disk.close()
+    assert world.disk.poll() == []
+    assert "it cannot be marked healthy: No such file or directory" in world.disk.trouble
+    aside.rename(path)
+    world.ram.take(100, Stats())
+    world.disk.offer(world.ram.image(100), Ledger())
+    world.wait()
+    world.disk.follow(confirmed)
+    world.disk.close()
+    assert store.inspect_snapshot(path).health is Health.HEALTHY
+    assert world.disk.trouble == ""

@@ -41,7 +41,9 @@ ARMED_FROM, LAST = 24, 40  # the saves of steps 0 and 16 are done; that of 32 fo
 class Loop:
     """A plain loop that can say what its state is."""
 
-    def __init__(self, directory: Path, *, watched: bool = True) -> None:
+    def __init__(
+        self, directory: Path, *, watched: bool = True, snapshots: Snapshots | None = None
+    ) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(1)
         self.g = torch.Generator().manual_seed(2)
@@ -56,7 +58,7 @@ class Loop:
                 sidecar=None,
                 run_dir=directory,
                 run_id="r7",
-                snapshots=Snapshots(ram=False),
+                snapshots=snapshots or Snapshots(ram=False),
             )
 
     def state(self) -> str:
@@ -73,6 +75,8 @@ class Loop:
 
     def settle(self) -> None:
         """Until no save is in flight, so that each step's snapshot is where the schedule says."""
+        if self.session is None:
+            return
         disk = self.session._disk
         while disk._busy is not None and not disk._done:
             time.sleep(0.001)

@@ -72,6 +72,14 @@ class Failed:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Unmarked:
+    """A committed snapshot could not be marked; that is tried again after the next save."""
+
+    step: int
+    reason: str
+
+
 def next_due(step: int, config: SnapshotConfig) -> int:
     """The first step after `step` from which on a snapshot is to be written to disk."""
     for at in config.disk_at:
@@ -139,7 +147,8 @@ class DiskStore:
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._done: deque[Saved | Failed] = deque()
+        self._done: deque[Saved | Failed | _Unmarked] = deque()
+        self._unmarked: set[int] = set()
         # What became of the copies made or found by this process; the paths of committed ones.
         self._health: dict[int, Health] = {}
         self._paths: dict[int, Path] = {}
@@ -182,14 +191,10 @@ class DiskStore:
         """What has ended since the last call."""
         if not self._done:
             return []
-        ended = []
+        ended: list[Saved | Failed] = []
         while self._done:
             one = self._done.popleft()
-            ended.append(one)
-            if self._busy is not None and self._busy.step == one.step:
-                self._busy.readers -= 1
-                self._busy = None
-            if isinstance(one, Failed):
+            if not isinstance(one, Saved):
                 if not self.trouble:
                     logger.warning(
                         "no snapshot on disk run=%s step=%s reason=%s",
@@ -198,10 +203,23 @@ class DiskStore:
                         one.reason,
                     )
                 self.trouble = one.reason
+            if isinstance(one, _Unmarked):
+                self._unmarked.add(one.step)
+                continue
+            ended.append(one)
+            if self._busy is not None:
+                self._busy.readers -= 1
+                self._busy = None
+            if isinstance(one, Failed):
                 self._next = min(self._next, one.step + 1)  # the next that is taken tries again
-            elif self.trouble:
+                continue
+            if self.trouble:
                 self.trouble = ""
                 logger.info("snapshots reach the disk again run=%s step=%s", self._run, one.step)
+            for step in self._unmarked:
+                self._health[step] = Health.CANDIDATE
+                self._seen = None
+            self._unmarked.clear()
         return ended
 
     def follow(self, ledger: Ledger) -> None:
@@ -409,7 +427,7 @@ class DiskStore:
         try:
             store.mark(path, name, {"step": step, **({"reason": reason} if reason else {})})
         except OSError as error:
-            self._done.append(Failed(step, f"it cannot be marked {health}: {_say(error)}"))
+            self._done.append(_Unmarked(step, f"it cannot be marked {health}: {_say(error)}"))
 
     def _load(self, step: int, parameters: str) -> Image:
         path = self._paths.get(step)
