@@ -8,6 +8,7 @@ Errors:  AttachError or ConfigError, before anything of the user's was touched.
 from __future__ import annotations
 
 import datetime as dt
+import inspect
 import logging
 import os
 import platform
@@ -33,6 +34,7 @@ from sentinel_hooks.status import BlindSpot
 logger = logging.getLogger(__name__)
 
 RUN_ID_VARIABLE = "SENTINEL_RUN_ID"
+RUN_ID_BYTES = 200  # a file name has room for 255, and ours append to it
 
 
 def attach(
@@ -94,16 +96,18 @@ def attach(
                 f"optimizer {number} is attached already; detach() the other session first, or use "
                 "the one that is there"
             )
-    if loss_fn is not None and not callable(loss_fn):
-        raise AttachError(f"loss_fn must be callable, got {type(loss_fn).__name__}")
+    _check_loss_fn(loss_fn)
     for name, value in (("batch_id", batch_id), ("norm_fn", norm_fn)):
-        if value is not None and not callable(value):
-            raise AttachError(f"{name} must be a function without arguments, got {value!r}")
+        _check_function(name, value)
     for name, given, kind in (("signals", signals, Signals), ("snapshots", snapshots, Snapshots)):
         if given is not None and not isinstance(given, kind):
             raise AttachError(
-                f"{name} must be a sentinel_hooks.{kind.__name__}, got {type(given).__name__}"
+                f"{name} must be a sentinel_hooks.{kind.__name__}, got {type(given).__name__}; "
+                f"make one: {kind.__name__}(...)"
             )
+    if not isinstance(record, bool):
+        raise AttachError(f"record must be True or False, got {record!r}")
+    directory = _directory(run_dir)
 
     spots: list[BlindSpot] = []
     ranks = _ranks()
@@ -117,9 +121,7 @@ def attach(
             )
         )
     chosen = Policy.load(policy).with_mode(mode)
-    run = run_id or os.environ.get(RUN_ID_VARIABLE) or _new_run_id()
-    if run in (".", "..") or any(c in run for c in "/\\\0"):
-        raise AttachError(f"run_id must be usable as a directory name, got {run!r}")
+    run = _run_id(run_id)
     incarnation = secrets.token_hex(4)  # os.urandom: no global generator moves
     table = LayerTable.of(target.models)
     link = make_link(
@@ -139,7 +141,7 @@ def attach(
         target,
         table,
         run_id=run,
-        run_dir=Path(run_dir),
+        run_dir=directory,
         link=link,
         record=record,
         incarnation=incarnation,
@@ -159,6 +161,71 @@ def attach(
         len(target.optimizers),
     )
     return session
+
+
+def _check_loss_fn(loss_fn: Any) -> None:
+    if loss_fn is None:
+        return
+    if isinstance(loss_fn, type):
+        raise AttachError(
+            f"loss_fn must be a function or a loss module, got the class {loss_fn.__name__}; give "
+            f"the object that the loop calls: {loss_fn.__name__}(...)"
+        )
+    if not callable(loss_fn):
+        raise AttachError(
+            f"loss_fn must be a function or a loss module, got {type(loss_fn).__name__}; leave it "
+            "out if the model returns its loss"
+        )
+
+
+def _check_function(name: str, value: Any) -> None:
+    """batch_id and norm_fn are called with nothing."""
+    if value is None:
+        return
+    if not callable(value):
+        raise AttachError(
+            f"{name} must be a function without arguments, got {value!r}; "
+            f"wrap it: {name}=lambda: ..."
+        )
+    try:
+        inspect.signature(value).bind()
+    except TypeError as error:
+        raise AttachError(
+            f"{name} must be a function without arguments, got one that cannot be called so "
+            f"({error}); wrap it: {name}=lambda: ..."
+        ) from None
+    except ValueError:
+        pass  # written in C, without a signature
+
+
+def _directory(run_dir: Any) -> Path:
+    if not isinstance(run_dir, str | os.PathLike) or not str(run_dir) or "\0" in str(run_dir):
+        raise AttachError(
+            f"run_dir must be the path of a folder, got {run_dir!r}; for the current one give "
+            "'.', to write no trace record=False"
+        )
+    return Path(run_dir)
+
+
+def _run_id(given: Any) -> str:
+    """The argument, else the environment's, else a new one."""
+    source, run = "run_id", given
+    if run is None:
+        source, run = f"${RUN_ID_VARIABLE}", os.environ.get(RUN_ID_VARIABLE) or _new_run_id()
+    if (
+        not isinstance(run, str)
+        or not 0 < len(run.encode("utf-8", "replace")) <= RUN_ID_BYTES
+        or run != run.strip()
+        or not run.isprintable()
+        or run in (".", "..")
+        or "/" in run
+        or "\\" in run
+    ):
+        raise AttachError(
+            f"{source} must be usable as a directory name: 1 to {RUN_ID_BYTES} bytes, printable, "
+            f"without / and \\, got {run!r}; leave it out for a new one"
+        )
+    return run
 
 
 def _new_run_id() -> str:

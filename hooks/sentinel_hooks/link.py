@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -825,10 +825,17 @@ class RemoteLink:
             logger.info("could not say goodbye run=%s why=%s", self._run, error)
 
 
-def sidecar_url(sidecar: str | None) -> str | None:
+def sidecar_url(sidecar: Any) -> str | None:
     """The address that `sidecar` means; None for the embedded engine."""
+    if sidecar in (None, False, ""):
+        return None
+    if not isinstance(sidecar, str):
+        raise ConfigError(
+            "sidecar must be 'auto', None, http://host:port or unix:///path/to/socket, "
+            f"got {sidecar!r}"
+        )
     if sidecar != "auto":
-        return sidecar or None
+        return sidecar
     given = os.environ.get(SIDECAR_VARIABLE)
     if given:
         return given
@@ -871,7 +878,7 @@ def make_link(
         ConfigError: `sidecar` or `decide` is none of these.
     """
     try:
-        chosen = Decide(decide or Decide.SIDECAR)
+        chosen = Decide.SIDECAR if decide is None else Decide(decide)
     except ValueError:
         raise ConfigError(f"decide must be 'sidecar' or 'trainer', got {decide!r}") from None
     url = sidecar_url(sidecar)

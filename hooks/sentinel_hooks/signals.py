@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sentinel.core.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
@@ -14,3 +16,9 @@ class Signals:
     """
 
     layer_grad_norm: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layer_grad_norm, bool):
+            raise ConfigError(
+                f"signals.layer_grad_norm must be True or False, got {self.layer_grad_norm!r}"
+            )

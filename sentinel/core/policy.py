@@ -267,10 +267,15 @@ class Policy:
         if isinstance(source, str) and source in SHIPPED:
             text = resources.files("sentinel.core").joinpath(f"policies/{source}.toml").read_text()
             return cls.parse(text, source)
+        if not isinstance(source, str | Path):
+            raise ConfigError(
+                f"policy must be one of {', '.join(SHIPPED)}, the path of a TOML file or a Policy, "
+                f"got {source!r}; a table becomes one by Policy.from_dict()"
+            )
         path = Path(source)
         try:
             text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
             raise ConfigError(
                 f"policy must be one of {', '.join(SHIPPED)} or a readable TOML file, "
                 f"got {str(source)!r} ({error})"

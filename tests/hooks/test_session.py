@@ -672,7 +672,7 @@ def test_two_forwards_before_one_backward_are_one_safe_point(tmp_path: Path) -> 
         ({"optimizer": "adam"}, "optimizer must be a torch.optim.Optimizer"),
         ({"grad_scaler": 2.0}, "grad_scaler must be a torch.amp.GradScaler"),
         ({"extra_state": [3]}, "extra_state must hold objects with state_dict"),
-        ({"loss_fn": 3}, "loss_fn must be callable, got int"),
+        ({"loss_fn": 3}, "loss_fn must be a function or a loss module, got int"),
         ({"batch_id": "b"}, "batch_id must be a function without arguments"),
         ({"snapshots": True}, "snapshots must be a sentinel_hooks.Snapshots, got bool"),
         ({"run_id": "a/b"}, "run_id must be usable as a directory name"),
