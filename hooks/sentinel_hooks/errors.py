@@ -14,5 +14,16 @@ class AttachError(SentinelError, ValueError):
     """attach() cannot watch what it was given; the message says what and the way out."""
 
 
-class TrainingHalted(SentinelError, RuntimeError):
-    """A rule or a person halted the run; raised from optimizer.step(), the step skipped."""
+HALT_EXIT_CODE = 86
+
+
+class TrainingHalted(SentinelError, RuntimeError, SystemExit):
+    """A rule or a person halted the run; raised from optimizer.step(), the step skipped.
+
+    Nobody catches it: the process ends with exit code 86, so that whoever restarts crashed jobs
+    can leave this one alone. `except Exception` does catch it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.code = HALT_EXIT_CODE

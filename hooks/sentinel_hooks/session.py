@@ -59,11 +59,13 @@ from sentinel.core.types import (
     SnapshotTaken,
     Source,
 )
+from sentinel.traces.ledger import HALTED
 from sentinel.traces.recorder import Recorder
 from sentinel_hooks.canary import Canary
-from sentinel_hooks.errors import AttachError
+from sentinel_hooks.errors import HALT_EXIT_CODE, AttachError
 from sentinel_hooks.guard import Guard
 from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.ledger_file import Keeper, Resumed, fingerprint
 from sentinel_hooks.link import Link
 from sentinel_hooks.observe import Observer
 from sentinel_hooks.scaling import kernel_will_drop, scaler_dropped
@@ -73,7 +75,7 @@ from sentinel_hooks.seams.loss_tap import LOSS_TAP
 from sentinel_hooks.seams.safe_point import ForwardTap
 from sentinel_hooks.signals import Signals
 from sentinel_hooks.snapshots import Snapshots
-from sentinel_hooks.snapshots.disk import DiskStore, Failed
+from sentinel_hooks.snapshots.disk import Adopted, DiskStore, Failed
 from sentinel_hooks.snapshots.ram import NotReadyError, RamStore, SnapshotError
 from sentinel_hooks.status import BlindSpot, Status
 from sentinel_hooks.target import Target
@@ -84,7 +86,9 @@ DORMANT = 16
 PAUSE_FILE = "PAUSE"  # in run_dir or the run's own directory: automation is paused while it exists
 PAUSE_EVERY = 8  # steps between two looks for it
 # What may fail again and again without the protection being gone.
-TOLERATED = frozenset({"measure", "backward", "clip", "canary", "snapshot", "link", "detach"})
+TOLERATED = frozenset(
+    {"measure", "backward", "clip", "canary", "snapshot", "link", "detach", "ledger"}
+)
 
 _PROCEED = StepPlan()
 _attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -129,6 +133,7 @@ class Session:
         incarnation: str,
         signals: Signals,
         snapshots: Snapshots,
+        keeper: Keeper | None = None,
         record: bool = True,
         loss_fn: Any = None,
         batch_id: Callable[[], str] | None = None,
@@ -148,7 +153,14 @@ class Session:
         self._given_spots = tuple(blind_spots)
         self._clock = clock
         self._loss_fn = loss_fn
-        self._state: State = engine.initial()
+        self._keeper = keeper or Keeper(
+            self.directory,
+            run=run_id,
+            incarnation=incarnation,
+            policy=self.policy,
+            enabled=record,
+        )
+        self._state: State = self._keeper.state()
         self._guard = Guard(run_id, on_error=link.count_error, on_broken=self._broken)
         self._observer = Observer(
             target,
@@ -167,6 +179,7 @@ class Session:
             run=run_id,
             policy=self.policy,
             incarnation=incarnation,
+            first_step=self._state.step,
         )
         self._canary = (
             Canary(target.models, self.policy.canary.age, loss_fn)
@@ -194,8 +207,9 @@ class Session:
         self._snapshot_due = False
         self._snapshot_trouble = ""
         self._restore_due: Decision | None = None
-        self._pause_looked = -PAUSE_EVERY
-        self._paused_by_file = False
+        self._resume_due = True  # the weights are compared with those that the run has known
+        self._halted = False
+        self._pause_looked = self._state.step - PAUSE_EVERY
         self._record_trouble = ""
         self._recorder = self._open_recorder(incarnation) if record else None
 
@@ -278,7 +292,24 @@ class Session:
             late_skips=self._late_skips,
             internal_errors=dict(self._guard.counts),
             directory=str(self.directory) if self._recorder is not None else "",
+            lineage=self._keeper.told,
         )
+
+    def checkpointed(self, path: str | os.PathLike[str]) -> None:
+        """Say that a checkpoint of your own, of this moment between two steps, lies at `path`.
+
+        Confirmed by quiet steps, it is something to roll back to, by Snapshots(adopt=...).
+
+        Raises:
+            AttachError: attach() was given no function that could load it.
+        """
+        if self._snapshots.adopt is None:
+            raise AttachError(
+                "session.checkpointed(path) is for checkpoints that sentinel may put back; give it "
+                "the function that loads one: attach(snapshots=Snapshots(adopt=load))"
+            )
+        if self._awake():
+            self._guard.run("snapshot", self._adopt, os.fspath(path))
 
     def detach(self) -> None:
         """Take every hook out, close the trace, say goodbye; a second call does nothing."""
@@ -389,6 +420,8 @@ class Session:
                     open_.executed = Action.PROCEED
             open_.complete = True
         self._safe_done = False
+        if plan.halt:
+            self._masked_run("ledger", self._halt, plan.halt)
         if self._unseen and self._all_stepped():
             self._masked_run("safe_point", self._safe_point)
 
@@ -397,6 +430,8 @@ class Session:
         self._steps += 1
         self._unseen = 0 if self._forwards else self._unseen + 1
         self._forwards = 0
+        if self._resume_due:
+            self._masked_run("ledger", self._resume)
         if self._first_snapshot_due:  # lazy parameters made it wait
             self._masked_run("snapshot", self._take_first)
         members = self._taking_part(me)
@@ -502,7 +537,10 @@ class Session:
             return
         observation, decision = open_.observation, open_.decision
         outcome = Outcome(observation.step, open_.executed, open_.applied, open_.source)
+        before = self._state.ledger
         self._state = engine.apply(self._state, observation, decision, outcome, self.policy)
+        self._keeper.settled(observation, decision, outcome)
+        self._keeper.moved(before, self._state)  # before a restore or a halt is carried out
         self._snapshot_due = decision.take_snapshot and open_.applied
         if open_.executed is Action.ROLLBACK:
             self._restore_due = decision
@@ -517,7 +555,9 @@ class Session:
         self._prune()
 
     def _note(self, event: Event) -> None:
+        before = self._state.ledger
         self._state = engine.note(self._state, event, self.policy)
+        self._keeper.moved(before, self._state)
         if self._recorder is not None:
             try:
                 self._recorder.event(event, self._state)
@@ -543,6 +583,8 @@ class Session:
         """Between two steps: nothing of the last is pending, nothing of the next has begun."""
         self._settle()
         self._done.clear()
+        if self._resume_due:
+            self._guard.run("ledger", self._resume)
         if self._state.step - self._pause_looked >= PAUSE_EVERY:
             self._look_for_pause()
         self._poll_disk()
@@ -550,10 +592,95 @@ class Session:
             self._take_first()
         elif self._restore_due is not None:
             decision, self._restore_due = self._restore_due, None
-            self._restore(decision)
+            self._restore(decision.target, decision.rule)
         elif self._snapshot_due:
             self._snapshot_due = False
             self._take()
+
+    def _resume(self) -> None:
+        """The user's weights are loaded: whose are they, and what is left of the snapshots?
+
+        Raises:
+            NotReadyError: lazy parameters have no shape yet; to be tried again.
+        """
+        try:
+            print_ = fingerprint(self._target)
+        except NotReadyError:
+            return
+        self._resume_due = False
+        resumed = self._keeper.recognise(print_, self._state)
+        if self._keeper.found is None:
+            self._keeper.mark(print_, self._state)
+            self._keeper.save(self._state, sync=True)
+            return
+        self._state = resumed.state
+        if self._recorder is not None:
+            try:
+                self._recorder.restate(self._state)
+            except OSError as error:
+                self._trace_failed(error)
+        self._keep_what_is_left(resumed)
+        self._keeper.mark(print_, self._state)
+        self._keeper.save(self._state, sync=True)
+
+    def _keep_what_is_left(self, resumed: Resumed) -> None:
+        """Snapshots of the processes before; and a rollback that they decided and did not do."""
+        step, at, ledger = self._state.step, resumed.from_step, self._state.ledger
+        on_disk: tuple[int, ...] = ()
+        if resumed.same_model and self._disk.enabled:
+            on_disk = self._disk.find(s.step for s in ledger.snapshots)
+        pending, rule = ledger.pending_restore, ledger.pending_rule
+        done = at is not None and any(s.step == at and s.healthy for s in ledger.snapshots)
+        if pending is not None and at is not None and done and at <= pending:
+            # Started from the snapshot that it was to be rolled back to: that is the rollback.
+            self._note(Restored(step, at, resumed.state.stats))
+            pending = None
+        for snapshot in self._state.ledger.snapshots:
+            reason = ""
+            if snapshot.step not in on_disk:
+                reason = "it was in the memory of a process that has ended"
+            elif not snapshot.healthy and (at is None or at < snapshot.step):
+                reason = "it was not confirmed before the process ended"
+            if reason and snapshot.step != pending:
+                self._note(SnapshotLost(step, snapshot.step, reason))
+        if pending is None:
+            return
+        if pending in on_disk and at is not None and at > pending:
+            self._restore(pending, rule)
+            return
+        why = "the process ended before it was restored"
+        if pending in on_disk:
+            why += ", and was started again with other weights, which are left as they are"
+        self._note(RestoreFailed(step, pending, why))
+
+    def _halt(self, reason: str) -> None:
+        """Before TrainingHalted is raised: the ledger, the marker, and what a person will want."""
+        self._settle()
+        self._halted = True
+        try:
+            self._keeper.halt(self._state, reason, exit_code=HALT_EXIT_CODE)
+        finally:
+            logger.error(
+                "halted run=%s step=%s reason=%s marker=%s",
+                self.run_id,
+                self._state.step - 1,
+                reason,
+                self.directory / HALTED,
+            )
+            if self._disk.enabled:
+                self._guard.run("snapshot", self._save_evidence)
+
+    def _save_evidence(self) -> None:
+        """The weights as they are now, on disk for whoever looks into it; no rollback target."""
+        self._disk.wait()
+        self._poll_disk()
+        if self._disk.ready:
+            step = self._state.step
+            self._store.take(step, self._state.stats)
+            self._disk.offer(self._store.image(step), self._state.ledger)
+            self._disk.wait()
+            self._poll_disk()
+            self._disk.follow(self._state.ledger, again=True)
 
     def _take_first(self) -> None:
         """What training starts from. Not at attach(): a checkpoint may be loaded after it."""
@@ -579,6 +706,7 @@ class Session:
             self._snapshot_trouble = str(error)
             return
         self._snapshot_trouble = ""
+        self._guard.run("ledger", self._remember)
         if on_disk:
             image, ledger = self._store.image(step), self._state.ledger
             on_disk = bool(self._guard.run("snapshot", self._disk.offer, image, ledger))
@@ -588,6 +716,10 @@ class Session:
         self._store.clear()  # the save in flight holds it
         if on_disk:
             self._note(SnapshotTaken(step, "disk"))
+
+    def _remember(self) -> None:
+        """A restarted process can recognise these weights."""
+        self._keeper.mark(fingerprint(self._target), self._state)
 
     def _poll_disk(self) -> None:
         """What has become of saves in the background."""
@@ -600,12 +732,19 @@ class Session:
             elif target not in self._store.steps and isinstance(ended, Failed):
                 self._note(SnapshotLost(step, target, ended.reason))
 
+    def _adopt(self, path: str) -> None:
+        state, last = self.state, self._last
+        quiet = (last is None or last.readings.quiet) and self._restore_due is None
+        self._disk.adopt(path, state.step, state.stats, state.ledger, quiet=quiet)
+        if quiet and self._disk.enabled:
+            self._note(SnapshotTaken(state.step, "disk"))
+
     def _close_disk(self) -> None:
         self._disk.close()
         self._poll_disk()
 
-    def _restore(self, decision: Decision) -> None:
-        step, target = self._state.step, decision.target
+    def _restore(self, decided: int | None, rule: str) -> None:
+        step, target = self._state.step, decided
         began = self._clock()
         if target is None:
             self._note(RestoreFailed(step, None, "there is no healthy snapshot"))
@@ -632,7 +771,7 @@ class Session:
             older = [s.step for s in self._state.ledger.snapshots if s.healthy and s.step < target]
             target = max(older, default=None)
         else:
-            self._note(RestoreFailed(step, decision.target, reason))
+            self._note(RestoreFailed(step, decided, reason))
             return
         self._note(Restored(step, target, stats))
         logger.info(
@@ -640,7 +779,7 @@ class Session:
             self.run_id,
             step,
             target,
-            decision.rule,
+            rule,
             self._clock() - began,
         )
 
@@ -648,14 +787,17 @@ class Session:
         """From RAM, or from the disk when RAM has it not; a save in flight is awaited."""
         if target in self._store.steps or not self._disk.enabled:
             return self._store.restore(target)
-        return self._store.put_back(self._disk.load(target))
+        found = self._disk.load(target)
+        if isinstance(found, Adopted):
+            return self._disk.put_back(found)
+        return self._store.put_back(found)
 
     def _look_for_pause(self) -> None:
         """A file pauses automation without any sidecar."""
         self._pause_looked = self._state.step
         found = any(os.path.exists(place / PAUSE_FILE) for place in (self.run_dir, self.directory))
-        if found != self._paused_by_file:
-            self._paused_by_file = found
+        if found != self._keeper.paused_by_file:
+            self._keeper.paused_by_file = found
             self._note(AutomationSet(self._state.step, found, f"file {PAUSE_FILE}"))
 
     # ---------------------------------------------------------------- failing and closing
@@ -691,12 +833,19 @@ class Session:
         self._record_trouble = str(error)
 
     def _close(self) -> None:
-        self._guard.run("link", self._link.close, "finished", self._state)
+        self._guard.run("ledger", self._close_ledger)
+        how = "halted" if self._halted else "finished"
+        self._guard.run("link", self._link.close, how, self._state)
         if self._recorder is not None:
             try:
                 self._recorder.close()
             except OSError as error:
                 self._trace_failed(error)
+
+    def _close_ledger(self) -> None:
+        if self._steps and not self._resume_due:
+            self._remember()
+            self._keeper.save(self._state, sync=True)
 
     def _at_exit(self) -> None:
         if not self._detached:
@@ -753,6 +902,17 @@ class Session:
             )
         elif self._snapshot_trouble:
             spots.append(BlindSpot(f"snapshots fail: {self._snapshot_trouble}", ""))
+        if self._keeper.trouble:
+            spots.append(
+                BlindSpot(
+                    f"the ledger cannot be written: {self._keeper.trouble}",
+                    "a restarted process will not know what was done",
+                )
+            )
+        if self._keeper.strange:
+            spots.append(
+                BlindSpot(f"after the restart {self._keeper.told}; statistics started cold", "")
+            )
         if self._disk.trouble:
             spots.append(BlindSpot(f"no snapshot reaches the disk: {self._disk.trouble}", ""))
         if self._record_trouble:

@@ -38,6 +38,7 @@ class Status:
         late_skips: optimizers of a group that were held back on their own, because a gradient
             made after the group's decision was not finite.
         internal_errors: sentinel's own errors that were caught, by place.
+        lineage: of a run that was restarted: which of its weights it went on with.
     """
 
     run_id: str
@@ -58,6 +59,7 @@ class Status:
     on_disk: tuple[int, ...] = ()
     internal_errors: Mapping[str, int] = field(default_factory=dict)
     directory: str = ""
+    lineage: str = ""
 
     def __str__(self) -> str:
         c = self.counters
@@ -66,6 +68,8 @@ class Status:
             f"  protection: {self.protection} ({self.why})",
         ]
         lines += [f"  blind spot: {spot}" for spot in self.blind_spots]
+        if self.lineage:
+            lines.append(f"  restarted: {self.lineage}")
         lines.append(f"  canary: {self.canary}")
         candidate = "none" if self.candidate is None else f"step {self.candidate}"
         healthy = ", ".join(map(str, self.healthy)) or "none"

@@ -54,6 +54,19 @@ class PendingNorms:
     grads: list[list[Tensor]]
     scales: list[float | None]
 
+    def add(
+        self,
+        norms: Tensor,
+        layers: npt.NDArray[np.intp],
+        grads: list[Tensor] | None = None,
+        scale: float | None = None,
+    ) -> None:
+        """One vector more; without `grads` it came from a clip, whose tap saw to the scale."""
+        self.norms.append(norms)
+        self.layers.append(layers)
+        self.grads.append(grads if grads is not None else [])
+        self.scales.append(scale)
+
 
 @dataclass(slots=True)
 class Norms:
@@ -115,26 +128,27 @@ class GradProbe:
         """The user has clipped since the gradients last moved."""
         return bool(self._clips)
 
-    def _shared(self, owners: Sequence[Tensor]) -> tuple[Tensor, npt.NDArray[np.intp]] | None:
-        """Norms of `owners` from the user's clips, and the places of those that were clipped."""
-        if len(self._clips) == 1:
-            clipped, norms = self._clips[0]
-            if len(clipped) == len(owners) and all(map(operator.is_, clipped, owners)):
-                return norms, np.arange(len(owners))
-        where: dict[int, tuple[int, int]] = {}
-        for c, (clipped, _) in enumerate(self._clips):
-            for i, p in enumerate(clipped):
-                where.setdefault(id(p), (c, i))  # the first clip saw the unclipped gradient
+    def _clipped_exactly(self, owners: Sequence[Tensor]) -> Tensor | None:
+        """Norms from the one clip that was over just these, in this order: the usual case."""
+        if len(self._clips) != 1:
+            return None
+        clipped, norms = self._clips[0]
+        same = len(clipped) == len(owners) and all(map(operator.is_, clipped, owners))
+        return norms if same else None
+
+    def _clipped_in_parts(self, owners: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
+        """Norms from any clips, and the places of those owners that were clipped."""
+        where: dict[int, Tensor] = {}
+        for clipped, norms in self._clips:
+            for p, norm in zip(clipped, norms.cpu(), strict=True):
+                where.setdefault(id(p), norm)  # the first clip saw the unclipped gradient
         places = [i for i, p in enumerate(owners) if id(p) in where]
         if not places:
             return None
-        found = [where[id(owners[i])] for i in places]
-        picked = torch.stack([self._clips[c][1][i].cpu() for c, i in found])
-        return picked, np.array(places, np.intp)
+        return torch.stack([where[id(owners[i])] for i in places]), places
 
     # -- measuring ---------------------------------------------------------------------------
 
-    @torch.no_grad()
     def measure(
         self, members: Sequence[int], scales: Mapping[int, float | None] | None = None
     ) -> PendingNorms:
@@ -146,6 +160,10 @@ class GradProbe:
         pending = PendingNorms([], [], [], [])
         for m in members:
             member = self.members[m]
+            exact = self._clipped_exactly(member.parameters)
+            if exact is not None:
+                pending.add(exact, member.layer_P)
+                continue
             owners: Sequence[Tensor] = member.parameters
             grads: list[Tensor] = [p.grad for p in owners]  # type: ignore[misc]
             layer_P = member.layer_P
@@ -154,27 +172,21 @@ class GradProbe:
                 owners = [owners[i] for i in have]
                 grads = [grads[i] for i in have]
                 layer_P = layer_P[have]
-            if not grads:
-                continue
-            scale = scales.get(m) if scales else None
-            if self._clips:
-                shared = self._shared(owners)
-                if shared is not None:
-                    norms, places = shared
-                    pending.norms.append(norms)
-                    pending.layers.append(layer_P[places])
-                    pending.grads.append([])
-                    pending.scales.append(None)  # the tap has seen to it
-                    if len(places) == len(owners):
-                        continue
-                    rest = sorted(set(range(len(owners))) - set(places.tolist()))
+            if self._clips and grads:
+                parts = self._clipped_in_parts(owners)
+                if parts is not None:
+                    norms, places = parts
+                    pending.add(norms, layer_P[places])
+                    rest = sorted(set(range(len(owners))).difference(places))
                     grads = [grads[i] for i in rest]
                     layer_P = layer_P[rest]
-            for norms, chosen in _by_device(tensor_norms(grads)):
-                pending.norms.append(norms)
-                pending.layers.append(layer_P if chosen is None else layer_P[chosen])
-                pending.grads.append(grads if chosen is None else [grads[i] for i in chosen])
-                pending.scales.append(scale)
+            if grads:
+                scale = scales.get(m) if scales else None
+                for norms, chosen in _by_device(tensor_norms(grads)):
+                    if chosen is None:
+                        pending.add(norms, layer_P, grads, scale)
+                    else:
+                        pending.add(norms, layer_P[chosen], [grads[i] for i in chosen], scale)
         return pending
 
     def resolve(self, pending: PendingNorms, values: Sequence[Float64]) -> Norms | None:

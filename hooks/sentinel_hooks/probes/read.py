@@ -17,7 +17,6 @@ from torch import Tensor
 Float64 = npt.NDArray[np.float64]
 
 
-@torch.no_grad()
 def read(vectors: Sequence[Tensor], scalars: Sequence[Tensor]) -> tuple[list[Float64], list[float]]:
     """The values of 1-d `vectors` and of `scalars` on the host, in float64."""
     tensors = [*vectors, *scalars]

@@ -16,6 +16,9 @@ the format). Whether it is healthy is the engine's word: the marker follows the 
 ledger. Kept: those in the registry, the newest `disk_keep` healthy ones besides, the newest
 candidate, and the newest unhealthy one for whoever looks into the incident.
 
+With Snapshots(adopt=load) the user's own checkpoints are the disk tier: adopt(path) notes one and
+its statistics in a directory of the same form, without tensors; nothing of the user's is deleted.
+
 Errors:  a disk that is full, read-only, slow or gone is told in `trouble` and in poll(); saving
          goes on with the next snapshot that is taken.
 """
@@ -39,7 +42,7 @@ from pathlib import Path
 import torch
 
 from sentinel.core.policy import Policy, SnapshotConfig
-from sentinel.core.state import ENGINE_VERSION, Ledger, Snapshot
+from sentinel.core.state import ENGINE_VERSION, Ledger, Snapshot, Stats
 from sentinel.core.types import Mode
 from sentinel.traces import snapshots as store
 from sentinel.traces.snapshots import DiskSnapshot, Health
@@ -70,6 +73,14 @@ class Failed:
 
     step: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A checkpoint of the user's own, and the statistics of its moment."""
+
+    path: str
+    stats: Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +178,7 @@ class DiskStore:
         """A snapshot taken now should be written to disk too."""
         return (
             self.enabled
+            and self._config.adopt is None
             and step >= self._next
             and self._busy is None
             and os.getpid() == self._pid  # the thread does not follow into a fork
@@ -186,6 +198,36 @@ class DiskStore:
         self._health[image.step] = Health.CANDIDATE
         self._jobs.put(partial(self._save, image, rest, ledger))
         return True
+
+    def adopt(self, path: str, step: int, stats: Stats, ledger: Ledger, *, quiet: bool) -> None:
+        """Note a checkpoint that the user has written; unhealthy when it was no quiet moment."""
+        if not self.enabled or os.getpid() != self._pid:
+            return
+        layout = files.live_layout(self._target)
+        self._paths.pop(step, None)
+        self._start()
+        self._health[step] = Health.CANDIDATE if quiet else Health.UNHEALTHY
+        self._jobs.put(partial(self._adopt, os.path.abspath(path), step, stats, ledger, layout))
+        if not quiet:
+            self._put(
+                partial(self._mark, step, Health.UNHEALTHY, "it was saved inside an incident")
+            )
+
+    def put_back(self, adopted: Adopted) -> Stats:
+        """Have the user's function load a checkpoint.
+
+        Raises:
+            SnapshotError: it raised.
+        """
+        assert self._config.adopt is not None
+        try:
+            with torch.enable_grad():  # as the user's code is used to
+                self._config.adopt(adopted.path)
+        except Exception as error:
+            raise SnapshotError(
+                f"the adopted checkpoint {adopted.path} could not be loaded: {_say(error)}"
+            ) from error
+        return adopted.stats
 
     def poll(self) -> list[Saved | Failed]:
         """What has ended since the last call."""
@@ -207,7 +249,7 @@ class DiskStore:
                 self._unmarked.add(one.step)
                 continue
             ended.append(one)
-            if self._busy is not None:
+            if self._busy is not None and self._busy.step == one.step:
                 self._busy.readers -= 1
                 self._busy = None
             if isinstance(one, Failed):
@@ -222,9 +264,20 @@ class DiskStore:
             self._unmarked.clear()
         return ended
 
-    def follow(self, ledger: Ledger) -> None:
+    @property
+    def ready(self) -> bool:
+        """Nothing is being saved."""
+        return self._busy is None and os.getpid() == self._pid
+
+    def wait(self, wait_s: float = CLOSE_WAIT_S) -> None:
+        """Until a save in flight has ended; poll() then tells how."""
+        until = time.perf_counter() + wait_s
+        while self._busy is not None and not self._done and time.perf_counter() < until:
+            time.sleep(0.01)
+
+    def follow(self, ledger: Ledger, *, again: bool = False) -> None:
         """Mark the copies as the engine judges their steps; cheap when nothing has changed."""
-        if ledger.snapshots is self._seen and ledger.attempt == self._attempt:
+        if ledger.snapshots is self._seen and ledger.attempt == self._attempt and not again:
             return
         rolled_back = self._attempt is not None and ledger.attempt != self._attempt
         self._seen, self._attempt = ledger.snapshots, ledger.attempt
@@ -259,14 +312,14 @@ class DiskStore:
                 self._health[found.step] = found.health
         return tuple(s for s in sorted(wanted) if s in self._paths)
 
-    def load(self, step: int) -> Image:
+    def load(self, step: int) -> Image | Adopted:
         """The copy of `step` in host memory, after every checksum was compared.
 
         Raises:
             SnapshotError: there is none, it is damaged, or the disk does not answer.
         """
         parameters = files.live_layout(self._target)
-        answer: list[Image | Exception] = []
+        answer: list[Image | Adopted | Exception] = []
         ready = threading.Event()
 
         def job() -> None:
@@ -363,6 +416,27 @@ class DiskStore:
             raise
         return path
 
+    def _adopt(self, path: str, step: int, stats: Stats, ledger: Ledger, layout: str) -> None:
+        try:
+            os.makedirs(self._root, exist_ok=True)
+            place = self._fresh(step, ledger.attempt)
+            values = {**self._values, "step": step, "attempt": ledger.attempt}
+            more = {
+                "applied": ledger.in_weights,
+                "parameters": layout,
+                "saved_at": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+                "adopted": path,
+                "stats": codec.encode_stats(stats).hex(),
+            }
+            store.write_manifest(place, 0, (), {**values, **more})
+            store.commit(place, 1, values)
+        except OSError as error:
+            self._done.append(Failed(step, _say(error)))
+            return
+        self._paths[step] = place
+        self._done.append(Saved(step, place, 0.0))
+        self._rotate()
+
     def _fresh(self, step: int, attempt: int) -> Path:
         number = 0
         while True:
@@ -429,13 +503,17 @@ class DiskStore:
         except OSError as error:
             self._done.append(_Unmarked(step, f"it cannot be marked {health}: {_say(error)}"))
 
-    def _load(self, step: int, parameters: str) -> Image:
+    def _load(self, step: int, parameters: str) -> Image | Adopted:
         path = self._paths.get(step)
         if path is None:
             raise SnapshotError(f"there is no copy of step {step} on disk; there are {self.steps}")
         damage = store.find_damage(path, run=self._run, parameters=parameters)
         if damage:
             raise SnapshotError(f"{path.name}: {damage}")
+        manifest = store.read_manifest(path)
+        if "adopted" in manifest:
+            stats = codec.decode_stats(bytes.fromhex(manifest["stats"]))
+            return Adopted(manifest["adopted"], stats)
         image, _ = files.read(path)
         return image
 
@@ -466,7 +544,11 @@ def _mib(size: int) -> str:
 def newest_healthy(run_directory: Path) -> DiskSnapshot | None:
     """The newest snapshot of a run that is healthy and, byte for byte, as it was written."""
     for found in reversed(store.list_snapshots(run_directory)):
-        if found.health is Health.HEALTHY and not store.find_damage(found.path):
+        if (
+            found.health is Health.HEALTHY
+            and not found.adopted
+            and not store.find_damage(found.path)
+        ):
             return found
     return None
 
