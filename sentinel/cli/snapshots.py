@@ -68,6 +68,7 @@ def _as_dict(snapshot: DiskSnapshot) -> dict[str, Any]:
         "saved_at": snapshot.saved_at,
         "parameters": snapshot.parameters,
         "weights": snapshot.weights,
+        "adopted": snapshot.adopted,
     }
 
 
@@ -80,7 +81,7 @@ def _lines(found: list[DiskSnapshot], *, verified: bool) -> list[str]:
             str(s.health),
             f"{s.size_bytes / 2**20:.1f}",
             s.saved_at or "-",
-            s.reason,
+            "; ".join(filter(None, (s.reason, s.adopted and f"adopted {s.adopted}"))),
         )
         for s in found
     ]

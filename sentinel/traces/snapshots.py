@@ -12,6 +12,9 @@ of its own:
     COMMIT                     written last, when all of the above is on the disk
     HEALTHY or UNHEALTHY       what became of the candidate
 
+Where the user's own checkpoints are adopted, the manifest lists no files and names the checkpoint
+under "adopted": whether it is still there is looked at, what is in it is the user's business.
+
 Without a sound COMMIT a directory is torn and never used. COMMIT holds the checksums of the
 manifests, the manifests those of the files, COMMIT and the markers one over themselves: a flipped
 bit is found wherever it is (torch.distributed.checkpoint alone loads it without a word).
@@ -61,6 +64,7 @@ class DiskSnapshot:
         reason: why it is unhealthy, torn or damaged.
         run, saved_at, parameters: from the manifest; "" where there is none to be read.
         weights: hash of the parameters' values.
+        adopted: the user's own checkpoint that it stands for.
     """
 
     path: Path
@@ -74,6 +78,7 @@ class DiskSnapshot:
     saved_at: str = ""
     parameters: str = ""
     weights: str = ""
+    adopted: str = ""
 
 
 class _DamageError(Exception):
@@ -141,6 +146,7 @@ def inspect_snapshot(path: Path, *, verify: bool = False, run: str | None = None
         str(manifest.get("saved_at", "")),
         str(manifest.get("parameters", "")),
         str(manifest.get("weights", "")),
+        str(manifest.get("adopted", "")),
     )
 
 
@@ -324,6 +330,9 @@ def _check(
                 f"it holds other parameters (names, shapes or types {manifest['parameters'][:12]}, "
                 f"the model has {parameters[:12]})"
             )
+        adopted = manifest.get("adopted", "")
+        if adopted and not os.path.exists(adopted):
+            raise _DamageError(f"the adopted checkpoint {adopted} is gone")
         for file in manifest["files"]:
             _compare(path / file["name"], file, name, contents=contents)
         first = first or manifest

@@ -23,6 +23,7 @@ from sentinel.core.state import Ledger, Snapshot, Stats
 from sentinel.core.types import Mode
 from sentinel.traces import snapshots as store
 from sentinel.traces.snapshots import Health, find_damage, list_snapshots
+from sentinel_hooks import AttachError
 from sentinel_hooks.snapshots import Snapshots, files
 from sentinel_hooks.snapshots.disk import (
     DiskStore,
@@ -36,6 +37,7 @@ from sentinel_hooks.snapshots.disk import (
 from sentinel_hooks.snapshots.ram import RamStore, SnapshotError
 from sentinel_hooks.target import Target
 from tests.hooks.test_ram import OPTIMIZERS, everything, train
+from tests.hooks.test_session import Loop
 from tests.hooks.worlds import Net, dice, digest
 from tests.support import confirm
 
@@ -538,3 +540,103 @@ def test_a_marker_that_could_not_be_written_is_written_after_the_next_save(tmp_p
     world.disk.close()
     assert store.inspect_snapshot(path).health is Health.HEALTHY
     assert world.disk.trouble == ""
+
+
+# ---------------------------------------------------------------- the user's own checkpoints
+
+
+class Own:
+    """A loop that writes checkpoints of its own."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.loaded: list[str] = []
+        self.loop = Loop(
+            tmp_path, run_id="r7", snapshots=Snapshots(ram=False, adopt=self.load), record=False
+        )
+        self.where = tmp_path
+
+    def save(self) -> Path:
+        path = self.where / f"mine-{self.loop.session.state.step}.pt"
+        torch.save([self.loop.model.state_dict(), self.loop.optimizer.state_dict()], path)
+        self.loop.session.checkpointed(path)
+        return path
+
+    def load(self, path: str) -> None:
+        self.loaded.append(path)
+        model, optimizer = torch.load(path)
+        self.loop.model.load_state_dict(model)
+        self.loop.optimizer.load_state_dict(optimizer)
+
+    def go_wrong(self) -> None:
+        for _ in range(3):
+            self.loop.optimizer.zero_grad()
+            (self.loop.loss() * float("nan")).backward()
+            self.loop.optimizer.step()
+
+    def listed(self) -> dict[int, Health]:
+        self.loop.session._disk.close()
+        return {s.step: s.health for s in list_snapshots(self.where / "r7", verify=True)}
+
+
+def test_the_users_own_checkpoints_serve_as_the_disk_tier(tmp_path: Path) -> None:
+    own = Own(tmp_path)
+    loop = own.loop
+    for step in range(40):
+        if step in (10, 20):
+            own.save()
+            held = loop.held()
+        loop.step()
+    assert own.listed() == {10: Health.HEALTHY, 20: Health.HEALTHY}
+    own.go_wrong()
+    loop.optimizer.zero_grad()
+    loop.loss().backward()
+    assert loop.held() == held
+    assert own.loaded == [str(tmp_path / "mine-20.pt")]
+    loop.optimizer.step()
+    for _ in range(4):
+        loop.step()
+    own.save()
+    assert own.listed() == {10: Health.HEALTHY, 20: Health.HEALTHY, 48: Health.CANDIDATE}
+    assert dict(loop.session.status().internal_errors) == {}
+    loop.session.detach()
+    assert (tmp_path / "mine-10.pt").exists()
+
+
+def test_an_own_checkpoint_that_is_gone_or_does_not_load_is_passed_over(tmp_path: Path) -> None:
+    own = Own(tmp_path)
+    loop = own.loop
+    for step in range(40):
+        if step in (8, 16, 24):
+            own.save()
+            if step == 8:
+                held = loop.held()
+        loop.step()
+    own.go_wrong()
+    own.listed()
+    (tmp_path / "mine-24.pt").unlink()
+    (tmp_path / "mine-16.pt").write_bytes(b"no checkpoint")
+    loop.optimizer.zero_grad()
+    loop.loss().backward()
+    assert loop.held() == held
+    assert own.loaded == [str(tmp_path / "mine-16.pt"), str(tmp_path / "mine-8.pt")]
+    loop.session.detach()
+
+
+def test_a_checkpoint_saved_inside_an_incident_is_listed_as_unhealthy(tmp_path: Path) -> None:
+    own = Own(tmp_path)
+    for _ in range(30):
+        own.loop.step()
+    own.loop.step(own.loop.spoil)
+    own.save()
+    assert own.listed() == {31: Health.UNHEALTHY}
+    assert own.loop.session.status().healthy == ()
+    own.loop.session.detach()
+
+
+def test_a_checkpoint_needs_somebody_who_can_load_it(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with pytest.raises(AttachError, match=r"attach\(snapshots=Snapshots\(adopt=load\)\)"):
+        loop.session.checkpointed("mine.pt")
+    loop.session.detach()
+    with pytest.raises(ConfigError, match=r"snapshots\.adopt must be a function"):
+        Snapshots(adopt=3)  # type: ignore[arg-type]
