@@ -352,6 +352,17 @@ def test_copies_of_an_earlier_process_count_only_when_they_are_asked_for(tmp_pat
     other.disk.close()
 
 
+def test_what_a_new_process_could_go_back_to_is_listed_as_a_registry(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    for step in (50, 100, 200):
+        world.registry = ()
+        world.save(step, healthy=step != 100)
+    other = World(tmp_path).disk
+    assert other.healthy_copies(150) == (Snapshot(50, True),)
+    assert other.healthy_copies(200) == (Snapshot(50, True), Snapshot(200, True))
+    assert other.find(s.step for s in other.healthy_copies(200)) == (50, 200)
+
+
 def test_the_same_step_again_gets_a_directory_of_its_own(tmp_path: Path) -> None:
     first, second = World(tmp_path).save(50), World(tmp_path).save(50)
     assert (first.name, second.name) == ("00000050-0-0", "00000050-0-1")

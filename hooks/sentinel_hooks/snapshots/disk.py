@@ -312,6 +312,18 @@ class DiskStore:
                 self._health[found.step] = found.health
         return tuple(s for s in sorted(wanted) if s in self._paths)
 
+    def healthy_copies(self, upto: int) -> tuple[Snapshot, ...]:
+        """Healthy copies of earlier processes of this run, of steps up to `upto`, as a registry.
+
+        A registry names mostly RAM snapshots, which end with their process: these are what is left.
+        """
+        copies: dict[int, Snapshot] = {}
+        for found in store.list_snapshots(self._run_directory):
+            if found.health is Health.HEALTHY and found.run == self._run and found.step <= upto:
+                applied = int(store.read_manifest(found.path).get("applied", 0))
+                copies[found.step] = Snapshot(found.step, healthy=True, applied=applied)
+        return tuple(copies[step] for step in sorted(copies))
+
     def load(self, step: int) -> Image | Adopted:
         """The copy of `step` in host memory, after every checksum was compared.
 
