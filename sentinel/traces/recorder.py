@@ -160,6 +160,23 @@ class Recorder:
             self._gap = True
             raise
 
+    def restate(self, state: State) -> None:
+        """Start from another state after all: a restarted run has recognised its weights.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        self._state = state
+        writer, self._scalars = self._scalars, None
+        if writer is None or self.written_bytes:
+            self._gap = True  # records went before: the next segment begins with this state
+        else:
+            writer.close()
+            with contextlib.suppress(OSError):
+                writer.path.unlink()
+                self._numbers[SCALARS] = 0
+        self._open_scalars()
+
     def close(self) -> None:
         """Summarise, sync and close the open segments; a second call does nothing.
 
