@@ -8,7 +8,7 @@ Each is an ordinary accident that happens to the run; none knows whether sentine
 Where a fault may fall: policy `default` keeps a snapshot every 50 steps and trusts it after 32
 quiet ones, and its detector speaks after 48. Between steps 136 and 149 the run is guarded, and
 the newest trusted snapshot (step 100) is 36 to 49 steps old. A fault just before a snapshot is
-trusted costs up to 82 steps, which is a third of a run as short as this one.
+trusted costs 85 steps, which is a third of a run as short as this one.
 """
 
 from __future__ import annotations
