@@ -2,6 +2,9 @@
 
     session = sentinel.attach(model=model, optimizer=optimizer, lr_scheduler=s, grad_scaler=g)
 
+A run id that was given (argument, $SENTINEL_RUN_ID, torchrun's --rdzv-id) names a run that may have
+begun in another process: its ledger is found in run_dir/<id>. Every other attach is a new run.
+
 Errors:  AttachError or ConfigError, before anything of the user's was touched.
 """
 
@@ -19,12 +22,15 @@ from typing import Any
 
 import torch
 
+from sentinel.core.errors import TraceError
 from sentinel.core.policy import Policy
 from sentinel.core.types import Mode
+from sentinel.traces import ledger
 from sentinel.wire import messages
 from sentinel_hooks.adapters import plain
 from sentinel_hooks.errors import AttachError
 from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.ledger_file import Keeper
 from sentinel_hooks.link import make_link
 from sentinel_hooks.session import Session, is_attached
 from sentinel_hooks.signals import Signals
@@ -34,6 +40,7 @@ from sentinel_hooks.status import BlindSpot
 logger = logging.getLogger(__name__)
 
 RUN_ID_VARIABLE = "SENTINEL_RUN_ID"
+LAUNCHER_VARIABLE = "TORCHELASTIC_RUN_ID"  # "none" unless torchrun was given --rdzv-id
 RUN_ID_BYTES = 200  # a file name has room for 255, and ours append to it
 
 
@@ -73,7 +80,8 @@ def attach(
         mode: "act" or "observe"; default what the policy says.
         sidecar: "auto" ($SENTINEL_SIDECAR, else the standard socket, else none), None, or a URL.
         decide: "sidecar" (wait for it, up to the deadline) or "trainer" (never wait).
-        run_id: default $SENTINEL_RUN_ID, else a new one.
+        run_id: default $SENTINEL_RUN_ID, else the launcher's, else a new one. A run that is there
+            already is continued: budgets, cooldowns, LR cut and incidents are as they were left.
         run_dir: the trace is written to run_dir/run_id.
         record: write the trace.
         extra_state: objects with state_dict() and load_state_dict() that a rollback puts back.
@@ -81,7 +89,8 @@ def attach(
         norm_fn: called at the gate, returns the global gradient norm, where ours would be wrong.
 
     Raises:
-        AttachError: something is missing, of the wrong type, or already attached.
+        AttachError: something is missing, of the wrong type, or already attached; or the run was
+            halted and nobody has cleared that.
         ConfigError: the policy or another setting makes no sense.
     """
     if trainer is not None:
@@ -121,7 +130,8 @@ def attach(
             )
         )
     chosen = Policy.load(policy).with_mode(mode)
-    run = _run_id(run_id)
+    run, named = _run_id(run_id)
+    found = _found(directory / run, run, spots) if named else None
     incarnation = secrets.token_hex(4)  # os.urandom: no global generator moves
     table = LayerTable.of(target.models)
     link = make_link(
@@ -137,9 +147,18 @@ def attach(
         ],
         info={"host": platform.node(), "pid": str(os.getpid()), "torch": torch.__version__},
     )
+    keeper = Keeper(
+        directory / run,
+        run=run,
+        incarnation=incarnation,
+        policy=link.policy,
+        found=found,
+        enabled=(record or named) and _first_rank(),
+    )
     session = Session(
         target,
         table,
+        keeper=keeper,
         run_id=run,
         run_dir=directory,
         link=link,
@@ -207,11 +226,15 @@ def _directory(run_dir: Any) -> Path:
     return Path(run_dir)
 
 
-def _run_id(given: Any) -> str:
-    """The argument, else the environment's, else a new one."""
+def _run_id(given: Any) -> tuple[str, bool]:
+    """The argument, else the environment's, else a new one; and whether somebody chose it."""
     source, run = "run_id", given
     if run is None:
-        source, run = f"${RUN_ID_VARIABLE}", os.environ.get(RUN_ID_VARIABLE) or _new_run_id()
+        source, run = f"${RUN_ID_VARIABLE}", os.environ.get(RUN_ID_VARIABLE) or None
+    if run is None:
+        source, run = f"${LAUNCHER_VARIABLE}", os.environ.get(LAUNCHER_VARIABLE) or None
+    if run is None or (source != "run_id" and run == "none"):
+        return _new_run_id(), False
     if (
         not isinstance(run, str)
         or not 0 < len(run.encode("utf-8", "replace")) <= RUN_ID_BYTES
@@ -225,7 +248,48 @@ def _run_id(given: Any) -> str:
             f"{source} must be usable as a directory name: 1 to {RUN_ID_BYTES} bytes, printable, "
             f"without / and \\, got {run!r}; leave it out for a new one"
         )
-    return run
+    return run, True
+
+
+def _found(directory: Path, run: str, spots: list[BlindSpot]) -> ledger.Saved | None:
+    """What an earlier process of this run has left.
+
+    Raises:
+        AttachError: the run was halted and nobody has cleared that.
+    """
+    halted = ledger.read_halted(directory)
+    if halted is not None:
+        at = f" at step {halted['step']} ({halted.get('reason', '')})" if "step" in halted else ""
+        raise AttachError(
+            f"run {run} was halted{at} and {directory / ledger.HALTED} has not been cleared; when "
+            f"the cause is gone: sentinel resume {directory}, or delete that file; to start "
+            "another run, give another run_id"
+        )
+    try:
+        found = ledger.read(directory)
+    except TraceError as error:
+        aside = ledger.set_aside(directory)
+        logger.error("the ledger starts anew run=%s reason=%s kept_as=%s", run, error, aside)
+        spots.append(
+            BlindSpot(
+                f"what was done to this run before is lost, its budgets are full again: {error}",
+                f"the damaged file is kept as {aside}",
+            )
+        )
+        return None
+    if found is not None and found.run != run:
+        logger.error("the ledger is of another run run=%s found=%s", run, found.run)
+        spots.append(BlindSpot(f"the ledger in {directory} is of run {found.run}: not used", ""))
+        return None
+    return found
+
+
+def _first_rank() -> bool:
+    """One process of a run writes its ledger."""
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _new_run_id() -> str:

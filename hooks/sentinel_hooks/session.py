@@ -613,7 +613,7 @@ class Session:
             self._keeper.mark(print_, self._state)
             self._keeper.save(self._state, sync=True)
             return
-        self._state = resumed.state
+        self._state = self._with_copies(resumed)
         if self._recorder is not None:
             try:
                 self._recorder.restate(self._state)
@@ -622,6 +622,19 @@ class Session:
         self._keep_what_is_left(resumed)
         self._keeper.mark(print_, self._state)
         self._keeper.save(self._state, sync=True)
+
+    def _with_copies(self, resumed: Resumed) -> State:
+        """The state, its registry with the healthy copies on disk that RAM had outlived."""
+        state, ledger = resumed.state, resumed.state.ledger
+        if not (resumed.same_model and self._disk.enabled):
+            return state
+        known = {s.step: s for s in ledger.snapshots}
+        for copy in self._disk.healthy_copies(state.step):
+            target, undone = ledger.last_target, ledger.last_rollback
+            if target is None or undone is None or not target < copy.step <= undone:
+                known.setdefault(copy.step, copy)
+        registry = tuple(known[step] for step in sorted(known))
+        return dataclasses.replace(state, ledger=dataclasses.replace(ledger, snapshots=registry))
 
     def _keep_what_is_left(self, resumed: Resumed) -> None:
         """Snapshots of the processes before; and a rollback that they decided and did not do."""

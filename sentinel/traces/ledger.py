@@ -36,7 +36,7 @@ from sentinel.core.state import ENGINE_VERSION, Ledger
 LEDGER = "ledger"
 HALTED = "HALTED"  # while it is there, attach() refuses the run
 FORMAT = 1
-MARKS_KEPT = 6
+MARKS_KEPT = 8
 LIVES_KEPT = 64
 
 
@@ -233,6 +233,18 @@ def read(directory: Path) -> Saved | None:
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error}") from error
     return decode(data, str(path))
+
+
+def set_aside(directory: Path) -> str:
+    """Rename a damaged ledger, to be looked into; its new name, "" when that failed."""
+    for number in range(1000):
+        aside = directory / f"{LEDGER}.damaged-{number}"
+        if not aside.exists():
+            with contextlib.suppress(OSError):
+                os.rename(directory / LEDGER, aside)
+                return str(aside)
+            break
+    return ""
 
 
 def write(directory: Path, saved: Saved, *, sync: bool) -> None:
