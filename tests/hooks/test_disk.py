@@ -154,7 +154,8 @@ def test_a_new_process_goes_on_exactly_where_the_snapshot_was_taken(tmp_path: Pa
     path = world.save(2)
     train(world.model, world.optimizer, 3, seed=1)
     world.scheduler.step()
-    expected = everything(world.target), draw(), world.optimizer.param_groups[0]["lr"], dice()
+    rates = world.optimizer.param_groups[0]["lr"], world.scheduler.state_dict()
+    expected = everything(world.target), draw(), rates, dice()
 
     other = World(tmp_path)
     train(other.model, other.optimizer, 1, seed=9)
@@ -163,7 +164,8 @@ def test_a_new_process_goes_on_exactly_where_the_snapshot_was_taken(tmp_path: Pa
     train(other.model, other.optimizer, 3, seed=1)
     other.scheduler.step()
     assert everything(other.target) == expected[0]
-    assert (draw(), other.optimizer.param_groups[0]["lr"], dice()) == expected[1:]
+    rates = other.optimizer.param_groups[0]["lr"], other.scheduler.state_dict()
+    assert (draw(), rates, dice()) == expected[1:]
 
 
 def test_taking_what_only_the_disk_holds_draws_nothing(tmp_path: Path) -> None:
@@ -361,6 +363,21 @@ def test_what_a_new_process_could_go_back_to_is_listed_as_a_registry(tmp_path: P
     assert other.healthy_copies(150) == (Snapshot(50, True),)
     assert other.healthy_copies(200) == (Snapshot(50, True), Snapshot(200, True))
     assert other.find(s.step for s in other.healthy_copies(200)) == (50, 200)
+
+
+def test_a_copy_of_an_earlier_process_does_not_stand_in_for_one_that_failed(
+    tmp_path: Path,
+) -> None:
+    World(tmp_path).save(50)
+    world = World(tmp_path)
+    world.disk = world.store(disk_share=1e-12)
+    assert world.disk.find([50]) == (50,)
+    world.ram.take(50, Stats())
+    world.disk.offer(world.ram.image(50), Ledger())
+    assert isinstance(world.wait()[0], Failed)
+    with pytest.raises(SnapshotError, match="there is no copy of step 50"):
+        world.disk.load(50)
+    world.disk.close()
 
 
 def test_the_same_step_again_gets_a_directory_of_its_own(tmp_path: Path) -> None:
