@@ -1,7 +1,7 @@
 """The canary: a quiet batch, kept to tell bad data from bad weights.
 
     canary.begin(step, module, args, kwargs)    a training forward begins: record it, if one is due
-    canary.end(output)                          ... its own loss
+    canary.end(output, module)                  ... its own loss
     canary.keep(step)                           the step was quiet: keep the recorded batch
     canary.answer(step) -> CanaryAnswer | None  recompute an old one's loss with today's weights
 
@@ -43,6 +43,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from sentinel.core.types import CanaryAnswer
 from sentinel_hooks.seams.safe_point import Hook
 
+PARK_BYTES = 2**20  # larger tensors of a kept batch are copied off the device
 SPACING = 4  # a new batch is kept this often: the one that is asked is hardly older than `age`
 
 
@@ -110,6 +111,7 @@ class Recording:
     loss: Tensor | None = None
     loss_value: float | None = None
     output: Any = None
+    ended: bool = False  # stays False when the call raised
     criterion: Criterion | None = None
     of_output: bool = False  # the loss is loss_fn(output, *args, **kwargs)
 
@@ -201,9 +203,12 @@ class Canary:
 
     # -- recording ---------------------------------------------------------------------------
 
-    def due(self, step: int, outside: bool = False) -> bool:
+    def due(self, step: int, call: Callable[..., Any], outside: bool = False) -> bool:
         """A batch is to be recorded at this step."""
-        free = self._current is None or (outside and not self._outside)
+        current = self._current
+        if current is not None and current.call is call and not current.ended:
+            self._current = current = None  # it raised: its batch has no loss
+        free = current is None or (outside and not self._outside)
         return free and (not self._kept or step - self._kept[-1].step >= SPACING)
 
     def begin(
@@ -233,9 +238,14 @@ class Canary:
             versions=[(t, t._version) for t in leaves if isinstance(t, Tensor)],
         )
 
-    def end(self, output: Any, *, outside: bool = False) -> None:
-        """That call ended."""
+    def end(self, output: Any, call: Callable[..., Any], *, outside: bool = False) -> None:
+        """A call ended; only the recorded one's output belongs to the recorded batch."""
         recording = self._current
+        if recording is not None and recording.call is not call:
+            self._seen_output = self._seen_output or not outside
+            return
+        if recording is not None:
+            recording.ended = True
         if recording is None or recording.loss is not None or outside is not self._outside:
             if not outside:
                 self._seen_output = True
@@ -322,9 +332,9 @@ class Canary:
         recording.versions = []
         recording.loss = recording.output = None
         recording.loss_value = loss_value
-        recording.args, recording.kwargs = _copied((recording.args, recording.kwargs))
+        recording.args, recording.kwargs = _parked((recording.args, recording.kwargs))
         if recording.criterion is not None:
-            recording.criterion.leaves = _copied(recording.criterion.leaves)
+            recording.criterion.leaves = _parked(recording.criterion.leaves)
         self._why_not = ""
         self._kept.append(recording)
 
@@ -345,7 +355,7 @@ class Canary:
         return None
 
     def _recompute(self, recording: Recording) -> float:
-        args, kwargs = _copied((recording.args, recording.kwargs))
+        args, kwargs = _fetched((recording.args, recording.kwargs))
         with self._nothing_moves(), contextlib.ExitStack() as stack:
             recording.rng.put()
             for module, training in zip(self._modules, recording.training, strict=True):
@@ -392,7 +402,7 @@ class Canary:
 
 def _ask_criterion(criterion: Criterion, output: Any) -> Any:
     made = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
-    leaves = list(criterion.leaves)
+    leaves = _fetched(criterion.leaves)
     for i, (j, shape, stride, offset) in criterion.views.items():
         source = made[j]
         leaves[i] = source.as_strided(shape, stride, source.storage_offset() + offset)
@@ -409,8 +419,37 @@ def _is_view(leaf: Tensor, source: Tensor) -> bool:
     return leaf.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
 
 
-def _copied(tree: Any) -> Any:
-    return tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, tree)
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """A tensor waiting in host memory: kept batches must not fill the device."""
+
+    data: Tensor
+    device: torch.device
+
+
+def _parked(tree: Any) -> Any:
+    """A copy to keep; what is large goes to host memory."""
+
+    def park(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = leaf.detach()
+        if leaf.device.type == "cpu" or leaf.numel() * leaf.element_size() <= PARK_BYTES:
+            return leaf.clone()
+        return _Parked(leaf.cpu(), leaf.device)
+
+    return tree_map(park, tree)
+
+
+def _fetched(tree: Any) -> Any:
+    """A copy to use: the model may write into it."""
+
+    def fetch(leaf: Any) -> Any:
+        if isinstance(leaf, _Parked):
+            return leaf.data.to(leaf.device)
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(fetch, tree)
 
 
 def _cuda_in_use() -> bool:
