@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 # Before torch is imported by anyone: one thread here and in every process a test starts.
@@ -90,6 +90,15 @@ def _one_torch_thread() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_session_outlives_its_test() -> Iterator[None]:
+    """Hooks are process-wide: what one test leaves attached, the next one would find."""
+    yield
+    module = sys.modules.get("sentinel_hooks.session")
+    for session in list(module.open_sessions()) if module is not None else ():
+        session.detach()
 
 
 @pytest.fixture(scope="session")

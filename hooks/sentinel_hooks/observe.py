@@ -82,6 +82,13 @@ class Observer:
         self.newer = 0  # bits: gradients moved since the decision of this logical step
         self.rows = -1  # of the last training forward's first tensor
         self.steps_without_loss = 0
+        # Attached in the middle of an accumulation: part of its loss was never seen.
+        self._begun = any(
+            p.grad is not None
+            for optimizer in target.optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
 
     # -- what the seams tell -----------------------------------------------------------------
 
@@ -111,6 +118,7 @@ class Observer:
     def zeroed(self, bit: int) -> None:
         """The user dropped the gradients of one optimizer."""
         self.fresh &= ~bit
+        self._begun = False
         self.forget(bit)
         self.probe.forget_clips()
 
@@ -124,6 +132,7 @@ class Observer:
     def used(self) -> None:
         """All that was collected went into a decision, or is void."""
         self._roots = []
+        self._begun = False
         self.newer = 0
         self.probe.forget_clips()
 
@@ -139,9 +148,11 @@ class Observer:
                 continue
             empty = False
             marks.append([(id(g), g._version) if g is not None else None for g in grads])
-        if empty and self._roots:  # all gradients were dropped since: a new accumulation
-            self._roots = []
-            self.fresh = 0
+        if empty:  # all gradients were dropped since: a new accumulation
+            self._begun = False
+            if self._roots:
+                self._roots = []
+                self.fresh = 0
         return marks
 
     def _collect(self, roots: Sequence[Tensor], marks: Mark) -> None:
@@ -211,12 +222,13 @@ class Observer:
         canary_value = values.pop() if canary_loss is not None else None
         scale = loss_scale(scaler)
         loss: float | None = None
-        if losses:
+        if losses and not self._begun:
             loss = sum(values)
             if scale is not None:
                 # An infinite root is the scale's doing (fp16 ends at 65,504): the loss is unknown.
                 loss = None if math.isinf(loss) else loss / scale
-        self.steps_without_loss = 0 if losses else self.steps_without_loss + 1
+        seen = losses and not self._begun
+        self.steps_without_loss = 0 if seen else self.steps_without_loss + 1
 
         norms = self.probe.resolve(pending, vectors)
         check = loss is not None and not math.isfinite(loss)
@@ -244,7 +256,7 @@ class Observer:
                 column_L: Column = np.sqrt(together.layer_sq_L).astype(np.float32)
                 columns = {LAYER_GRAD_NORM: column_L}
         if self._norm_fn is not None:
-            norm = float(self._norm_fn())
+            norm = self._guard.run("norm_fn", _number, self._norm_fn)
         observation = Observation(
             step=step,
             loss=together.loss,
@@ -255,10 +267,14 @@ class Observer:
             shape=(losses, self.rows) if self.rows >= 0 else (losses,),
             commands=commands,
             blind=together.blind,
-            batch_id=str(self._batch_id()) if self._batch_id is not None else "",
+            batch_id=self._named(),
             columns=columns,
         )
         return observation, canary_value
+
+    def _named(self) -> str:
+        named = self._batch_id
+        return "" if named is None else self._guard.run("batch_id", _text, named) or ""
 
     def late_nonfinite(self, member: int) -> bool:
         """This optimizer's gradients, made after the group's decision, are not finite."""
@@ -284,3 +300,11 @@ class Observer:
             math.isfinite(value[0]) or bool(torch.isfinite(p).all())
             for p, value in zip(dense, vectors, strict=True)
         )
+
+
+def _number(function: Callable[[], Any]) -> float:
+    return float(function())
+
+
+def _text(function: Callable[[], Any]) -> str:
+    return str(function())

@@ -66,7 +66,7 @@ from sentinel_hooks.errors import HALT_EXIT_CODE, AttachError
 from sentinel_hooks.guard import Guard
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.ledger_file import Keeper, Resumed, fingerprint
-from sentinel_hooks.link import Link
+from sentinel_hooks.link import EmbeddedLink, Link
 from sentinel_hooks.observe import Observer
 from sentinel_hooks.scaling import kernel_will_drop, scaler_dropped
 from sentinel_hooks.seams.clip_tap import CLIP_TAP
@@ -88,15 +88,22 @@ PAUSE_EVERY = 8  # steps between two looks for it
 # What may fail again and again without the protection being gone.
 TOLERATED = frozenset(
     {"measure", "backward", "clip", "canary", "snapshot", "link", "detach", "ledger"}
+    | {"batch_id", "norm_fn"}  # the user's own functions
 )
 
 _PROCEED = StepPlan()
 _attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def is_attached(optimizer: torch.optim.Optimizer) -> bool:
     """Some session watches this optimizer."""
     return optimizer in _attached
+
+
+def open_sessions() -> tuple[Session, ...]:
+    """Those of this process that nobody has detached."""
+    return tuple(s for s in _sessions if not s.detached)
 
 
 @dataclass(slots=True)
@@ -225,7 +232,28 @@ class Session:
         LOSS_TAP.subscribe(self._observer)
         CLIP_TAP.subscribe(self._observer)
         _attached.update(target.optimizers)
+        _sessions.add(self)
         atexit.register(self._at_exit)
+
+    # ---------------------------------------------------------------- copies and forks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with whatever holds it, it is None: no other process has these hooks."""
+        return type(None), ()
+
+    def __copy__(self) -> Session:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        return self
+
+    def forked(self) -> None:
+        """In a forked child: trace, ledger, sidecar and snapshots are the parent's."""
+        self._off = "this process was forked from the one that is watched"
+        self._detached = True
+        self._open = self._recorder = self._restore_due = None
+        self._link = EmbeddedLink(self.policy)
+        atexit.unregister(self._at_exit)
 
     # ---------------------------------------------------------------- for the user
 
@@ -239,6 +267,11 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.detach()
+
+    @property
+    def detached(self) -> bool:
+        """Nothing of ours is in the loop any more."""
+        return self._detached
 
     @property
     def state(self) -> State:
@@ -264,7 +297,7 @@ class Session:
         self._masked_run("safe_point", self._maybe_safe_point)
         self._guard.run("canary", self._record, self._loss_fn, args, kwargs, True)
         output = self._loss_fn(*args, **kwargs)
-        self._guard.run("canary", canary.end, output, outside=True)
+        self._guard.run("canary", canary.end, output, self._loss_fn, outside=True)
         return output
 
     def status(self) -> Status:
@@ -357,13 +390,13 @@ class Session:
     def on_output(self, module: nn.Module, output: Any) -> None:
         """Forward tap: it ended."""
         if self._canary is not None and self.listening():
-            self._guard.run("canary", self._canary.end, output)
+            self._guard.run("canary", self._canary.end, output, module)
 
     def _record(
         self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outside: bool
     ) -> None:
         canary, step = self._canary, self._state.step
-        if canary is None or self._observer.accumulating or not canary.due(step, outside):
+        if canary is None or self._observer.accumulating or not canary.due(step, call, outside):
             return
         canary.begin(step, call, args, kwargs, outside=outside)
 
@@ -870,10 +903,10 @@ class Session:
     # ---------------------------------------------------------------- telling
 
     def _protection(self) -> tuple[Protection, str]:
-        if self._detached:
-            return Protection.OFF, "detached"
         if self._off:
             return Protection.OFF, self._off
+        if self._detached:
+            return Protection.OFF, "detached"
         ledger = self._state.ledger
         if self.policy.mode is Mode.OBSERVE:
             return Protection.OFF, "observing: decisions are made and recorded, nothing is done"
@@ -939,6 +972,14 @@ class Session:
                 )
             )
         return spots
+
+
+def _after_fork() -> None:
+    for session in list(_sessions):
+        session.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _keep_batch(canary: Canary, decision: Decision, loss: float | None) -> None:

@@ -22,6 +22,7 @@ Purity:  does not wait for the device, except where torch does (error_if_nonfini
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -73,6 +74,7 @@ class ClipTap:
         total_norm = clip_grad._get_total_norm
         clip = clip_grad._clip_grads_with_norm_
 
+        @functools.wraps(total_norm)  # so that it is pickled by name, as torch's own
         def get_total_norm(
             tensors: Any,
             norm_type: float = 2.0,
@@ -91,6 +93,7 @@ class ClipTap:
             stock: Tensor = total_norm(tensors, norm_type, error_if_nonfinite, foreach)
             return stock
 
+        @functools.wraps(clip)
         def clip_grads_with_norm_(
             parameters: Any,
             max_norm: float,
@@ -113,6 +116,7 @@ class ClipTap:
 
         by_value = clip_grad.clip_grad_value_
 
+        @functools.wraps(by_value)
         def clip_grad_value_(
             parameters: Any, clip_value: float, foreach: bool | None = None
         ) -> None:
@@ -123,9 +127,6 @@ class ClipTap:
                     listener.on_clip(owners, [p.grad for p in owners], None)
             by_value(parameters, clip_value, foreach)
 
-        get_total_norm.__wrapped__ = total_norm  # type: ignore[attr-defined]
-        clip_grads_with_norm_.__wrapped__ = clip  # type: ignore[attr-defined]
-        clip_grad_value_.__wrapped__ = by_value  # type: ignore[attr-defined]
         public = torch.nn.utils
         self._patches = [
             Patch(clip_grad, "_get_total_norm", get_total_norm),

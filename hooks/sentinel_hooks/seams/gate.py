@@ -30,7 +30,7 @@ import torch
 from sentinel_hooks.actuators import HeldBack, ScaledLr, hold_back, scale_lr
 from sentinel_hooks.errors import TrainingHalted
 from sentinel_hooks.guard import Guard
-from sentinel_hooks.seams.patch import Patch
+from sentinel_hooks.seams.patch import Patch, Stand
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,8 @@ class Gate:
         self._handles = [
             optimizer.register_step_pre_hook(_uncompiled(self._before)),
             optimizer.register_step_post_hook(_uncompiled(self._after)),
+            # A step() that raised may have left a cut rate: it must not get into a checkpoint.
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
         ]
         zero_grad = optimizer.zero_grad
 
@@ -93,7 +95,9 @@ class Gate:
                 guard.run("zero_grad", driver.zeroed, optimizer)
             zero_grad(*args, **kwargs)
 
-        self._zero_grad = Patch(optimizer, "zero_grad", watched_zero_grad)
+        self._zero_grad = Patch(
+            optimizer, "zero_grad", Stand(optimizer, "zero_grad", watched_zero_grad)
+        )
 
     def remove(self) -> None:
         """Take the hooks out; whatever is still held back is given back first."""
@@ -108,6 +112,9 @@ class Gate:
         if self.stepping and not _steps_on_the_stack(self.optimizer):
             self._put_back()
         return self.stepping
+
+    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        self.busy()
 
     # -- hooks -------------------------------------------------------------------------------
 
@@ -129,6 +136,8 @@ class Gate:
                 kwargs = {**kwargs, "closure": call}
             else:
                 args = (args[0], call, *args[2:])
+            if not self._driver.listening():  # detached by the closure
+                return args, kwargs
         with torch.no_grad():
             plan = self._guard.run("gate", self._driver.before_step, optimizer, call is not None)
             if plan is not None:
@@ -224,7 +233,7 @@ class ScalerTap:
                 guard.run("scaler", before_update)
             return update(*args, **kwargs)
 
-        self._patch = Patch(scaler, "update", watched_update)
+        self._patch = Patch(scaler, "update", Stand(scaler, "update", watched_update))
 
     def remove(self) -> None:
         """Give the scaler its own update back."""

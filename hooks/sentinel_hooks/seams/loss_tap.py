@@ -14,6 +14,7 @@ Purity:  does not wait for the device; keeps no graph alive (roots are handed on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -57,6 +58,7 @@ class LossTap:
     def _install(self) -> None:
         original = torch.autograd.backward
 
+        @functools.wraps(original)  # so that it is pickled by name, as torch's own
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             listeners = self._listeners
             if not listeners or torch._C._current_graph_task_id() != -1:
@@ -71,7 +73,6 @@ class LossTap:
                 listener.after_backward(roots, mark)
             return None
 
-        backward.__wrapped__ = original  # type: ignore[attr-defined]
         self._patch = Patch(torch.autograd, "backward", backward)
 
 

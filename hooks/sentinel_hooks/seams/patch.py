@@ -1,10 +1,38 @@
-"""Replace an attribute, and take only one's own replacement away again."""
+"""Replace an attribute, and take only one's own replacement away again.
+
+    patch = Patch(torch.autograd, "backward", wrapper)
+    patch = Patch(optimizer, "zero_grad", Stand(optimizer, "zero_grad", wrapper))
+    patch.remove()
+
+What stands on an instance must not travel with it: in a deep copy or a pickle of its owner a Stand
+becomes the plain method again.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 _MISSING: Any = object()
+
+
+class Stand:
+    """Stands for a method of one instance; a copy of the instance has the method itself."""
+
+    def __init__(self, owner: Any, name: str, body: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._name = name
+        self._body = body
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._body(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return getattr(type(self._owner), self._name).__get__(copy.deepcopy(self._owner, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner, self._name)
 
 
 class Patch:

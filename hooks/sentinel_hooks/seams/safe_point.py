@@ -47,7 +47,7 @@ class Hook:
         self._body = body
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None:
             self._body(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
