@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from sentinel import __version__
-from sentinel.cli import replay, snapshots
+from sentinel.cli import replay, resume, snapshots
 from sentinel.client import TOKEN_VARIABLE, Client
 from sentinel.core.errors import SentinelError
 from sentinel.core.policy import SHIPPED, Policy
@@ -86,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     replay.add_parser(commands)
     snapshots.add_parser(commands)
+    resume.add_parser(commands)
 
     commands.add_parser("demo", help="a run goes wrong and is saved (needs torch)", add_help=False)
 

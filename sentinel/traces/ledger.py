@@ -297,3 +297,13 @@ def write_halted(directory: Path, **values: Any) -> None:
     """Set the marker, durably; raises OSError."""
     body = json.dumps(values, indent=2, ensure_ascii=False, default=str)
     replace_file(directory / HALTED, f"{body}\n".encode())
+
+
+def clear_halted(directory: Path) -> Path:
+    """Rename the marker, so that attach() takes the run again; its new path. Raises OSError."""
+    number = 0
+    while (directory / f"{HALTED}.cleared-{number}").exists():
+        number += 1
+    kept = directory / f"{HALTED}.cleared-{number}"
+    os.rename(directory / HALTED, kept)
+    return kept

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import sentinel_hooks
+from sentinel.cli.main import main
 from sentinel.core.policy import Policy
 from sentinel.core.types import Protection
 from sentinel.traces.replay import replay
@@ -441,7 +442,9 @@ def test_a_halt_leaves_a_marker_and_attach_refuses_until_it_is_cleared(tmp_path:
             model=model, optimizer=optimizer, sidecar=None, run_dir=tmp_path, run_id="r7"
         )
     assert dict(vars(model)) == hooks
-    marker.unlink()
+    assert main(["resume", "r7", "--run-dir", str(tmp_path)]) == 0
+    assert not marker.exists()
+    assert main(["resume", "r7", "--run-dir", str(tmp_path)]) == 2
     two = Process(tmp_path, policy=HALTING).steps(2)
     assert two.session.state.step == 15
     two.session.detach()
