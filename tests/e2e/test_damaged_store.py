@@ -51,7 +51,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, dict[st
         timeout=280,
     )
     said = [json.loads(line) for line in done.stdout.splitlines()]
-    return [(directory / str(one["number"]) / "r7", one) for one in said]
+    return [(directory / f"{one['number']:02d}" / "r7", one) for one in said]
 
 
 def expected(run: Path) -> dict[int, str]:
@@ -100,7 +100,7 @@ def test_after_any_kill_the_newest_healthy_one_comes_back_bit_by_bit_and_the_run
         again.session.detach()
         after = list_snapshots(run, verify=True)
         assert Health.TORN not in {s.health for s in after}
-        assert [s.number for s in after if s.step == 16] == [0, 1]
+        assert max(s.step for s in after if s.health is Health.HEALTHY) >= 32
 
 
 def test_a_script_with_torch_and_json_confirms_what_is_restored(

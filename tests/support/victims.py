@@ -123,13 +123,14 @@ def main() -> None:
     import torch.distributed.checkpoint  # noqa: F401  once, not in each child
 
     directory, count = Path(sys.argv[1]), int(sys.argv[2])
-    total = in_a_child(directory / "measured", None)
+    # Names of equal length: DCP writes the path into its index, and every byte counts here.
+    total = in_a_child(directory / "mm", None)
     # Most fall into the tensors, as most bytes do; a third into manifest, COMMIT and marker.
     tail = count // 3
     offsets = {round(total * (i + 1) / (count - tail + 1)) for i in range(count - tail)}
-    offsets |= {total - 2 - 1400 * i // tail for i in range(tail)}
+    offsets |= {total - 4 - 1400 * i // tail for i in range(tail)}
     for number, offset in enumerate(sorted(offsets)):
-        ended = in_a_child(directory / str(number), offset)
+        ended = in_a_child(directory / f"{number:02d}", offset)
         print(json.dumps({"number": number, "offset": offset, "of": total, "ended": ended}))
 
 
