@@ -206,6 +206,7 @@ class Session:
         self._stepped = [0] * len(target.optimizers)  # ... and when each did last
         self._gates_since_update = 0
         self._late_skips = 0
+        self._each = False  # members of the open step may be non-finite one by one
         # The safe point.
         self._safe_done = False
         self._forwards = 0  # since the last gate
@@ -431,7 +432,7 @@ class Session:
         if first:
             return self._plan
         observer.forget(bit)
-        if newer and not self._plan.hold and observer.late_nonfinite(me):
+        if (newer or self._each) and not self._plan.hold and observer.late_nonfinite(me):
             self._late_skips += 1
             logger.warning(
                 "held back one optimizer of the group, its gradients are not finite run=%s "
@@ -493,9 +494,18 @@ class Session:
         if canary is not None:
             self._guard.run("canary", _keep_batch, canary, decision, canary_loss)
         executed = decision.action
+        self._each = False
         if executed is Action.SKIP_STEP and _routine_overflow(observation):
             if any(kernel_will_drop(self._target.optimizers[m]) for m in members):
                 executed = Action.PROCEED  # the scaler's business: it drops the step by itself
+            elif (
+                self._target.live_scaler is not None
+                and len(members) > 1
+                and not self._observer.late_nonfinite(me)
+            ):
+                # Another optimizer overflowed: the scaler leaves its step() out and this one in,
+                # as it does unattached. Should it come all the same, it is looked at by itself.
+                executed, self._each = Action.PROCEED, True
         held = executed is not Action.PROCEED
         halt = decision.reason if executed is Action.HALT else ""
         self._plan = StepPlan(hold=held, lr_factor=decision.lr_factor, halt=halt)
