@@ -32,9 +32,10 @@ import msgspec
 
 from sentinel.client import DEADLINE_S, Client, MissError
 from sentinel.core.errors import ConfigError, ProtocolError
+from sentinel.core.events import Event
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
-from sentinel.core.types import Command, Decision, Event, Mode, Observation, Outcome, Source
+from sentinel.core.types import Command, Decision, Mode, Observation, Outcome, Source
 from sentinel.wire import codec, messages
 from sentinel.wire.messages import (
     Close,

@@ -41,22 +41,24 @@ import torch
 from torch import Tensor, nn
 
 from sentinel.core import engine
-from sentinel.core.policy import CanaryMode, Policy
-from sentinel.core.state import State, Stats
-from sentinel.core.types import (
-    Action,
+from sentinel.core.events import (
     AutomationSet,
-    CanaryAnswer,
-    Decision,
     Event,
-    Mode,
-    Observation,
-    Outcome,
-    Protection,
     Restored,
     RestoreFailed,
     SnapshotLost,
     SnapshotTaken,
+)
+from sentinel.core.policy import CanaryMode, Policy
+from sentinel.core.state import State, Stats
+from sentinel.core.types import (
+    Action,
+    CanaryAnswer,
+    Decision,
+    Mode,
+    Observation,
+    Outcome,
+    Protection,
     Source,
 )
 from sentinel.traces.ledger import HALTED

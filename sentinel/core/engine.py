@@ -26,6 +26,14 @@ from dataclasses import replace
 from sentinel.core import incidents
 from sentinel.core.detectors import grad_norm
 from sentinel.core.errors import StateError
+from sentinel.core.events import (
+    AutomationSet,
+    Event,
+    Restored,
+    RestoreFailed,
+    SnapshotLost,
+    SnapshotTaken,
+)
 from sentinel.core.incidents import INSTABILITY, LEVEL_SHIFT
 from sentinel.core.judge import Judged, judge, learn
 from sentinel.core.policy import Policy
@@ -40,10 +48,8 @@ from sentinel.core.state import (
 )
 from sentinel.core.types import (
     Action,
-    AutomationSet,
     CommandKind,
     Decision,
-    Event,
     Finding,
     Mode,
     Observation,
@@ -51,11 +57,7 @@ from sentinel.core.types import (
     Protection,
     Reading,
     Readings,
-    Restored,
-    RestoreFailed,
     Severity,
-    SnapshotLost,
-    SnapshotTaken,
     Status,
     Verdict,
 )

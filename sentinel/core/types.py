@@ -17,13 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from sentinel.core.state import Stats
 
 Column = npt.NDArray[np.float32]
 NO_COLUMNS: Mapping[str, Column] = MappingProxyType({})
@@ -282,54 +279,3 @@ class Outcome:
     executed: Action
     applied: bool
     source: Source = Source.TRAINER
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotTaken:
-    """A candidate was copied at the safe point before step `step`."""
-
-    step: int
-    tier: str = "ram"
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """The snapshot of step `target` was copied back at the safe point before step `step`.
-
-    `stats` are the statistics as they were when that snapshot was taken: they roll back with
-    the weights.
-    """
-
-    step: int
-    target: int
-    stats: Stats
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreFailed:
-    """A rollback found no usable snapshot, or copying failed: nothing was changed."""
-
-    step: int
-    target: int | None
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotLost:
-    """A snapshot can no longer be restored (not enough memory, damaged, deleted)."""
-
-    step: int
-    target: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class AutomationSet:
-    """Automation was paused or resumed outside a step (the kill-switch file)."""
-
-    step: int
-    paused: bool
-    by: str
-
-
-Event = SnapshotTaken | Restored | RestoreFailed | SnapshotLost | AutomationSet

@@ -31,19 +31,16 @@ from fastapi import FastAPI, Request, Response
 
 from sentinel import __version__
 from sentinel.core.errors import ConfigError, ProtocolError
-from sentinel.core.state import Stats
-from sentinel.core.types import (
-    Action,
+from sentinel.core.events import (
     AutomationSet,
-    Command,
-    CommandKind,
     Event,
-    Outcome,
     Restored,
     RestoreFailed,
     SnapshotLost,
     SnapshotTaken,
 )
+from sentinel.core.state import Stats
+from sentinel.core.types import Action, Command, CommandKind, Outcome
 from sentinel.sidecar import exporter
 from sentinel.sidecar.runs import COMMAND_TTL_S, RefusedError, Runs, details, summary
 from sentinel.sidecar.settings import Settings

@@ -30,6 +30,7 @@ import msgspec
 from sentinel.core import engine
 from sentinel.core.catalog import DECISIONS_S
 from sentinel.core.errors import ProtocolError, SentinelError, StateError
+from sentinel.core.events import Event, Restored, SnapshotTaken
 from sentinel.core.policy import Policy
 from sentinel.core.state import ENGINE_VERSION, State, Stats
 from sentinel.core.types import (
@@ -38,11 +39,8 @@ from sentinel.core.types import (
     Column,
     Command,
     Decision,
-    Event,
     Observation,
     Outcome,
-    Restored,
-    SnapshotTaken,
     Source,
 )
 from sentinel.sidecar.settings import Settings

@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel.core.errors import ProtocolError, TraceError
-from sentinel.core.types import Column, Event
+from sentinel.core.events import Event
+from sentinel.core.types import Column
 from sentinel.traces.recorder import list_incarnations
 from sentinel.traces.records import (
     HAS_LOSS,

@@ -31,9 +31,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sentinel.core.events import Event
 from sentinel.core.policy import Policy
 from sentinel.core.state import ENGINE_VERSION, State
-from sentinel.core.types import Decision, Event, Observation, Outcome
+from sentinel.core.types import Decision, Observation, Outcome
 from sentinel.traces.records import FORMAT, Header, encode_columns, encode_header, encode_step
 from sentinel.traces.segments import (
     LAYERS,

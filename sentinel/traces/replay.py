@@ -22,9 +22,10 @@ from pathlib import Path
 
 from sentinel.core import engine
 from sentinel.core.errors import ProtocolError, TraceError
+from sentinel.core.events import Event, Restored, SnapshotTaken
 from sentinel.core.policy import Policy
 from sentinel.core.state import ENGINE_VERSION, State, Stats
-from sentinel.core.types import Decision, Event, Restored, SnapshotTaken
+from sentinel.core.types import Decision
 from sentinel.traces.reader import Chapter, Reader
 from sentinel.traces.records import Header, StepRecord
 from sentinel.traces.segments import Damage

@@ -30,25 +30,27 @@ import msgspec
 import numpy as np
 
 from sentinel.core.errors import ProtocolError
+from sentinel.core.events import (
+    AutomationSet,
+    Event,
+    Restored,
+    RestoreFailed,
+    SnapshotLost,
+    SnapshotTaken,
+)
 from sentinel.core.policy import Policy
 from sentinel.core.state import State, Stats
 from sentinel.core.types import (
     NO_COLUMNS,
     Action,
-    AutomationSet,
     CanaryAnswer,
     Column,
     Command,
     Decision,
-    Event,
     Finding,
     Observation,
     Outcome,
     Readings,
-    Restored,
-    RestoreFailed,
-    SnapshotLost,
-    SnapshotTaken,
 )
 
 HASH_BYTES = 16

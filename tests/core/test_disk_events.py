@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sentinel.core import engine
+from sentinel.core.events import Restored, SnapshotLost, SnapshotTaken
 from sentinel.core.policy import Policy
 from sentinel.core.state import Ledger, Snapshot, State, Stats
-from sentinel.core.types import Restored, SnapshotLost, SnapshotTaken
 
 POLICY = Policy()
 REGISTRY = (Snapshot(0, True), Snapshot(50, True, 32, 50), Snapshot(100, False, 9, 100))

@@ -14,12 +14,12 @@ import pytest
 
 from sentinel.core import engine, incidents
 from sentinel.core.errors import StateError
+from sentinel.core.events import AutomationSet, Restored, RestoreFailed, SnapshotTaken
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
 from sentinel.core.types import (
     LAYER_ATTENTION_MAX_LOGIT,
     Action,
-    AutomationSet,
     CanaryAnswer,
     Command,
     CommandKind,
@@ -28,9 +28,6 @@ from sentinel.core.types import (
     Observation,
     Outcome,
     Protection,
-    Restored,
-    RestoreFailed,
-    SnapshotTaken,
     Verdict,
 )
 

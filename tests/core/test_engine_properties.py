@@ -18,6 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sentinel.core import engine
+from sentinel.core.events import (
+    AutomationSet,
+    Event,
+    Restored,
+    RestoreFailed,
+    SnapshotLost,
+    SnapshotTaken,
+)
 from sentinel.core.policy import CanaryMode, Policy
 from sentinel.core.state import State, Stats
 from sentinel.core.types import (
@@ -25,19 +33,13 @@ from sentinel.core.types import (
     LAYER_UPDATE_RATIO,
     NO_COLUMNS,
     Action,
-    AutomationSet,
     CanaryAnswer,
     Command,
     CommandKind,
     Decision,
-    Event,
     Mode,
     Observation,
     Outcome,
-    Restored,
-    RestoreFailed,
-    SnapshotLost,
-    SnapshotTaken,
 )
 from sentinel.wire import codec
 from tests.support.simulated import (

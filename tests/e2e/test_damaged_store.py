@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from sentinel.core.types import Restored, SnapshotLost
+from sentinel.core.events import Restored, SnapshotLost
 from sentinel.traces.reader import Reader
 from sentinel.traces.replay import replay
 from sentinel.traces.snapshots import Health, list_snapshots

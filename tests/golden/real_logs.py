@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sentinel.core import engine
+from sentinel.core.events import SnapshotTaken
 from sentinel.core.policy import Policy
-from sentinel.core.types import Action, Observation, Outcome, SnapshotTaken
+from sentinel.core.types import Action, Observation, Outcome
 
 LEAD, AFTER = 6, 40
 

@@ -21,9 +21,10 @@ from prometheus_client.parser import text_string_to_metric_families as plaintext
 
 from sentinel.core import engine
 from sentinel.core.catalog import CATALOG, Kind
+from sentinel.core.events import SnapshotTaken
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
-from sentinel.core.types import Action, Observation, Outcome, SnapshotTaken, Source
+from sentinel.core.types import Action, Observation, Outcome, Source
 from sentinel.sidecar.app import create_app
 from sentinel.sidecar.exporter import HISTOGRAMS, SOURCES, number
 from sentinel.sidecar.settings import Settings

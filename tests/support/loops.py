@@ -9,19 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from sentinel.core import engine
+from sentinel.core.events import Event, Restored, RestoreFailed, SnapshotTaken
 from sentinel.core.policy import Policy
 from sentinel.core.state import State, Stats
-from sentinel.core.types import (
-    Action,
-    Decision,
-    Event,
-    Observation,
-    Outcome,
-    Restored,
-    RestoreFailed,
-    SnapshotTaken,
-    Source,
-)
+from sentinel.core.types import Action, Decision, Observation, Outcome, Source
 from sentinel_hooks.link import Link
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from sentinel.core import engine
+from sentinel.core.events import Event, Restored, RestoreFailed, SnapshotTaken
 from sentinel.core.policy import Policy
 from sentinel.core.state import State, Stats
 from sentinel.core.types import (
@@ -36,12 +37,8 @@ from sentinel.core.types import (
     Column,
     Command,
     Decision,
-    Event,
     Observation,
     Outcome,
-    Restored,
-    RestoreFailed,
-    SnapshotTaken,
 )
 from sentinel.traces.recorder import Recorder
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from sentinel.core.errors import TraceError
+from sentinel.core.events import Event, SnapshotTaken
 from sentinel.core.policy import Policy
 from sentinel.core.state import Ledger, State
 from sentinel.core.types import (
@@ -22,7 +23,6 @@ from sentinel.core.types import (
     Action,
     Column,
     Decision,
-    Event,
     Finding,
     Mode,
     Observation,
@@ -30,7 +30,6 @@ from sentinel.core.types import (
     Protection,
     Readings,
     Severity,
-    SnapshotTaken,
     Source,
     Status,
 )

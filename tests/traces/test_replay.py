@@ -14,9 +14,10 @@ import pytest
 
 from sentinel.cli.main import main
 from sentinel.core import engine
+from sentinel.core.events import AutomationSet
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
-from sentinel.core.types import Action, AutomationSet, Decision, Mode, Observation
+from sentinel.core.types import Action, Decision, Mode, Observation
 from sentinel.traces.reader import Reader
 from sentinel.traces.recorder import Recorder
 from sentinel.traces.records import decode_step, encode_step

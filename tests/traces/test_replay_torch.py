@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import sentinel
-from sentinel.core.types import Action, Restored, SnapshotTaken
+from sentinel.core.events import Restored, SnapshotTaken
+from sentinel.core.types import Action
 from sentinel.traces.reader import Reader
 from sentinel.traces.records import StepRecord
 from sentinel.traces.replay import replay

@@ -13,11 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sentinel.core.errors import ProtocolError
+from sentinel.core.events import (
+    AutomationSet,
+    Restored,
+    RestoreFailed,
+    SnapshotLost,
+    SnapshotTaken,
+)
 from sentinel.core.policy import Policy
 from sentinel.core.state import Counters, Incident, Ledger, RuleMemory, Snapshot, State, Stats
 from sentinel.core.types import (
     Action,
-    AutomationSet,
     CanaryAnswer,
     Command,
     CommandKind,
@@ -28,11 +34,7 @@ from sentinel.core.types import (
     Outcome,
     Protection,
     Readings,
-    Restored,
-    RestoreFailed,
     Severity,
-    SnapshotLost,
-    SnapshotTaken,
     Status,
 )
 from sentinel.wire import codec

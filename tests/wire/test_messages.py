@@ -8,16 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sentinel.core.errors import ProtocolError
+from sentinel.core.events import SnapshotTaken
 from sentinel.core.state import State
-from sentinel.core.types import (
-    Action,
-    Command,
-    CommandKind,
-    Observation,
-    Outcome,
-    SnapshotTaken,
-    Source,
-)
+from sentinel.core.types import Action, Command, CommandKind, Observation, Outcome, Source
 from sentinel.wire import codec, messages
 from sentinel.wire.messages import Accepted, Frame, Register, Reply, Steps
 
