@@ -110,3 +110,14 @@ def test_observing_counts_as_if_it_had_been_done() -> None:
     assert ledger.incidents[-1].actions == ((at, "would_skip_step", "nonfinite_grad"),)
     assert ledger.counters.would == (("skip_step/nonfinite_grad", 1),)
     assert ledger.counters.skipped == ()
+
+
+def test_three_losses_that_are_not_finite_but_not_in_a_row_are_only_skipped() -> None:
+    run = Run()
+    for _ in range(20):
+        run.step()
+    for _ in range(2):
+        assert run.step(loss=math.nan).rule == "nonfinite_loss"
+        assert run.step().action is Action.PROCEED
+    assert run.step(loss=math.nan).action is Action.SKIP_STEP
+    assert run.state.ledger.nonfinite_run == 1

@@ -28,6 +28,7 @@ TESTS = (
     "tests/core/detectors",
     "tests/core/test_policy.py",
     "tests/core/test_windows.py",
+    "tests/core/test_generated_policies.py",
     "tests/core",
 )
 LIMIT_S = 300
