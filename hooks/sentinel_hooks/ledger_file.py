@@ -43,6 +43,7 @@ from sentinel_hooks.target import Target
 logger = logging.getLogger(__name__)
 
 SOFT_EVERY = 32  # quiet steps between two writes that only move the step on
+TAIL_BYTES = 1 << 18  # of small moves, after which the ledger is written anew
 SAMPLES = 8  # values of each tensor in a fingerprint
 LAST_STEPS = 64  # kept in memory for the record of a halt
 _WRAPPERS = ("_orig_mod.", "module.")  # torch.compile, DDP: the same model
@@ -137,7 +138,9 @@ class Keeper:
         self.strange = False  # the weights are none that this run has saved
         self._marks: tuple[Mark, ...] = found.marks if found is not None else ()
         self._lives: tuple[Life, ...] = found.lives if found is not None else ()
+        self._new_marks: tuple[Mark, ...] = ()  # not on disk yet
         self._written = -SOFT_EVERY  # the step of the last write
+        self._base = ""  # of the ledger that this process has written last
         self._last: deque[tuple[Observation, Decision, Outcome]] = deque(maxlen=LAST_STEPS)
 
     # ---------------------------------------------------------------- starting
@@ -238,29 +241,30 @@ class Keeper:
         ]:
             marks.remove(extra)
         self._marks = (*marks, new)
+        self._new_marks = (*self._new_marks, new)
 
     def save(self, state: State, *, sync: bool) -> bool:
         """Write now; False when that failed."""
         self._written = state.step
         if not self._enabled:
             return True
+        saved = Saved(
+            self._run,
+            self._incarnation,
+            state.step,
+            state.ledger,
+            self._policy_hash,
+            ENGINE_VERSION,
+            self.paused_by_file,
+            self._marks,
+            self._lives,
+        )
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            files.write(
-                self._directory,
-                Saved(
-                    self._run,
-                    self._incarnation,
-                    state.step,
-                    state.ledger,
-                    self._policy_hash,
-                    ENGINE_VERSION,
-                    self.paused_by_file,
-                    self._marks,
-                    self._lives,
-                ),
-                sync=sync,
-            )
+            sync = sync or not self._append(saved)
+            if sync:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                self._base = files.write(self._directory, saved)
+                self._new_marks = ()
         except OSError as error:
             if not self.trouble:
                 logger.warning(
@@ -270,11 +274,23 @@ class Keeper:
                     error,
                 )
             self.trouble = str(error)
+            self._base = ""  # the next one is written in full
             return False
         if self.trouble:
             self.trouble = ""
             logger.info("the ledger is written again run=%s step=%s", self._run, state.step)
         return True
+
+    def _append(self, saved: Saved) -> bool:
+        """A line more in the tail; False when the ledger is to be written in full."""
+        if not self._base:
+            return False
+        try:
+            size = files.append(self._directory, saved, self._base, self._new_marks)
+        except OSError:
+            return False  # the directory has vanished, perhaps: it is made again
+        self._new_marks = ()
+        return size <= TAIL_BYTES
 
     # ---------------------------------------------------------------- halting
 

@@ -1,13 +1,19 @@
 """The ledger file: what was done to a run, found again by the process that is started next.
 
-    write(directory, saved, sync=True)       run_dir/<run>/ledger, whole or not at all
-    saved = read(directory)                  None when there is none
+    base = write(directory, saved)           run_dir/<run>/ledger, on the disk, or not at all
+    append(directory, saved, base)           run_dir/<run>/ledger.tail, for what matters less
+    saved = read(directory)                  both together; None when there is none
     change = change_of(before, after)        whether, and how urgently, it is to be written again
     marker = read_halted(directory)          the HALTED marker, which a person has to clear
 
-The file is two lines that need none of our code to be read: a JSON object, and the blake2b-128 of
-that line's bytes. It is replaced by renaming a temporary file: a process that is killed at any
-moment leaves the old one or the new one. A synced write is on the disk when it returns.
+The ledger is two lines that need none of our code to be read: a JSON object, and the blake2b-128
+of that line's bytes. It is replaced by renaming a temporary file: a process that is killed at any
+moment leaves the old one or the new one, and it is on the disk when write() returns (4 to 20 ms).
+
+The tail makes the small moves cheap (50 us): a line each, a JSON object, a blank, its blake2b-128.
+A line counts if its `base` is the checksum of the ledger beside it; the last one that is whole has
+the newest step and ledger. With the operating system, but not synced: it survives a kill, and a
+power cut takes it back to the ledger.
 
 `Mark`s are the states of the weights that a restart can be recognised by: fingerprint, and the
 statistics that belonged to them. `Life` is one process of the run and what it started from.
@@ -20,10 +26,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -34,6 +41,7 @@ from sentinel.core.errors import TraceError
 from sentinel.core.state import ENGINE_VERSION, Ledger
 
 LEDGER = "ledger"
+TAIL = "ledger.tail"
 HALTED = "HALTED"  # while it is there, attach() refuses the run
 FORMAT = 1
 MARKS_KEPT = 8
@@ -101,8 +109,8 @@ class Change(enum.IntEnum):
     """How urgently a changed ledger is to be written."""
 
     NONE = 0
-    SOFT = 1  # must outlive the process, not a power cut
-    HARD = 2  # must be on the disk before anything else happens
+    SOFT = 1  # must outlive the process, not a power cut: append()
+    HARD = 2  # must be on the disk before anything else happens: write()
 
 
 # What a quiet step moves anyway: every one of them is not worth a write.
@@ -115,9 +123,18 @@ _HARD = (
     "automation",
     "manual_lr",
     "commands",
-    "snapshots",
 )
-_SOFT = ("lr", "skips", "skip_run", "spike_count", "verdict", "shield", "rules", "incidents")
+_SOFT = (
+    "snapshots",
+    "lr",
+    "skips",
+    "skip_run",
+    "spike_count",
+    "verdict",
+    "shield",
+    "rules",
+    "incidents",
+)
 
 
 def change_of(before: Ledger, after: Ledger) -> Change:
@@ -127,14 +144,14 @@ def change_of(before: Ledger, after: Ledger) -> Change:
     for name in _HARD:
         old, new = getattr(before, name), getattr(after, name)
         if old is not new and old != new:
-            if name == "snapshots" and _same_registry(before, after):
-                continue  # a candidate has one more quiet step
             return Change.HARD
     if after.incidents is not before.incidents and _states(after) != _states(before):
         return Change.HARD
     for name in _SOFT:
         old, new = getattr(before, name), getattr(after, name)
         if old is not new and old != new:
+            if name == "snapshots" and _same_registry(before, after):
+                continue  # a candidate has one more quiet step
             return Change.SOFT
     return Change.NONE
 
@@ -167,7 +184,18 @@ class _File(msgspec.Struct):
     lives: tuple[Life, ...] = ()
 
 
+class _Line(msgspec.Struct, omit_defaults=True):
+    """One line of the tail."""
+
+    base: str
+    step: int
+    ledger: Ledger
+    paused_by_file: bool = False
+    marks: tuple[Mark, ...] = ()  # new ones
+
+
 _decoder = msgspec.json.Decoder(_File)
+_line = msgspec.json.Decoder(_Line)
 
 
 def encode(saved: Saved) -> bytes:
@@ -224,7 +252,7 @@ def _checksum(body: bytes) -> bytes:
 
 
 def read(directory: Path) -> Saved | None:
-    """The ledger of a run, None when there is none; raises TraceError."""
+    """The ledger of a run with its tail, None when there is none; raises TraceError."""
     path = directory / LEDGER
     try:
         data = path.read_bytes()
@@ -232,7 +260,31 @@ def read(directory: Path) -> Saved | None:
         return None
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error}") from error
-    return decode(data, str(path))
+    saved = decode(data, str(path))
+    try:
+        lines = (directory / TAIL).read_bytes().splitlines()
+    except OSError:
+        return saved
+    base = _checksum(data.partition(b"\n")[0]).decode()
+    for text in lines:
+        body, _, check = text.rpartition(b" ")
+        if check != _checksum(body):
+            continue  # torn
+        try:
+            line = _line.decode(body)
+        except msgspec.MsgspecError:
+            continue
+        if line.base == base:
+            steps = {m.step for m in line.marks}
+            marks = (*(m for m in saved.marks if m.step not in steps), *line.marks)
+            saved = replace(
+                saved,
+                step=line.step,
+                ledger=line.ledger,
+                paused_by_file=line.paused_by_file,
+                marks=marks,
+            )
+    return saved
 
 
 def set_aside(directory: Path) -> str:
@@ -247,32 +299,53 @@ def set_aside(directory: Path) -> str:
     return ""
 
 
-def write(directory: Path, saved: Saved, *, sync: bool) -> None:
-    """Replace the ledger of a run; raises OSError, and then the old one still stands."""
-    replace_file(directory / LEDGER, encode(saved), sync=sync)
+def write(directory: Path, saved: Saved) -> str:
+    """Replace the ledger of a run, durably; the base for append().
+
+    Raises OSError, and then the old one still stands.
+    """
+    data = encode(saved)
+    replace_file(directory / LEDGER, data)
+    with contextlib.suppress(OSError):
+        os.truncate(directory / TAIL, 0)
+    return _checksum(data.partition(b"\n")[0]).decode()
 
 
-def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Write a file whole or not at all; raises OSError."""
+def append(directory: Path, saved: Saved, base: str, marks: tuple[Mark, ...] = ()) -> int:
+    """Add a line to the tail; its size now. Raises OSError."""
+    body = msgspec.json.encode(
+        _Line(base, saved.step, saved.ledger, saved.paused_by_file, tuple(marks))
+    )
+    # A blank line first: a torn line before it must not take this one along.
+    data = b"\n" + body + b" " + _checksum(body) + b"\n"
+    handle = os.open(directory / TAIL, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        if os.write(handle, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory / TAIL))
+        return os.fstat(handle).st_size
+    finally:
+        os.close(handle)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all, durably; raises OSError."""
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         with open(new, "wb", buffering=0) as file:
             rest = memoryview(data)
             while rest:
                 rest = rest[file.write(rest) :]
-            if sync:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
         os.replace(new, path)
     except OSError:
         with contextlib.suppress(OSError):
             os.unlink(new)
         raise
-    if sync:
-        handle = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 # ---------------------------------------------------------------- the marker

@@ -5,7 +5,6 @@ Real processes die by SIGKILL. What they leave is read here with json and hashli
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 
 from sentinel.traces.replay import replay
 from tests.support import ROOT
+from tests.support.ledgers import read_ledger
 
 pytest.importorskip("torch")
 
@@ -40,16 +40,9 @@ def lives(run_dir: Path, *plans: str) -> list[dict[str, Any]]:
     said = [json.loads(line) for line in ended.stdout.splitlines()]
     assert len(said) == len(plans), ended.stderr
     for one in said:
-        one["file"] = read(run_dir / one["ledger"])
+        one["file"] = read_ledger(run_dir / one["ledger"])
         one["ledger"] = one["file"]["ledger"]
     return said
-
-
-def read(path: Path) -> dict[str, Any]:
-    body, check = path.read_bytes().splitlines()
-    assert hashlib.blake2b(body, digest_size=16).hexdigest().encode() == check
-    data: dict[str, Any] = json.loads(body)
-    return data
 
 
 KEPT = ("attempt", "rollbacks", "last_rollback", "last_target", "stopped", "rules")

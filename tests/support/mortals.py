@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -149,10 +150,10 @@ def main() -> None:
             finally:
                 os._exit(code)
         _, status = os.waitpid(pid, 0)
-        ledger = run_dir / "r7" / "ledger"
         kept = run_dir / f"ledger-{text_number(run_dir)}"
-        if ledger.exists():
-            kept.write_bytes(ledger.read_bytes())
+        kept.mkdir()
+        for file in (run_dir / "r7").glob("ledger*"):
+            shutil.copy(file, kept)
         error = run_dir / "error.txt"
         said = {"status": os.waitstatus_to_exitcode(status), "ledger": kept.name, "error": ""}
         if error.exists():
