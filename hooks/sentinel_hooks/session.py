@@ -810,7 +810,7 @@ class Session:
         reason = ""
         while target is not None:
             try:
-                stats = self._put_back(target)
+                stats, interrupt = self._put_back_wholly(target)
                 break
             except Exception as error:
                 known = isinstance(error, SnapshotError)
@@ -840,6 +840,15 @@ class Session:
             rule,
             self._clock() - began,
         )
+        if interrupt is not None:
+            raise interrupt
+
+    def _put_back_wholly(self, target: int) -> tuple[Stats, KeyboardInterrupt | None]:
+        """An interrupt waits until it is done: half a restore would be saved by the handler."""
+        try:
+            return self._put_back(target), None
+        except KeyboardInterrupt as interrupt:
+            return self._put_back(target), interrupt
 
     def _put_back(self, target: int) -> Stats:
         """From RAM, or from the disk when RAM has it not; a save in flight is awaited."""

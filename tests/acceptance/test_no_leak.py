@@ -7,6 +7,7 @@ import functools
 import io
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -302,3 +303,32 @@ def test_a_forked_child_that_trains_and_exits_leaves_no_mark(tmp_path: Path) -> 
     watched.step()
     session.detach()
     assert [r.step for r in Reader(session.directory).steps()] == [0, 1, 2, 3]
+
+
+@pytest.mark.e2e
+def test_a_fork_while_the_link_is_busy_neither_hangs_nor_talks(tmp_path: Path) -> None:
+    watched = Pair()
+    session = sentinel_hooks.attach(
+        model=watched.model,
+        optimizer=watched.optimizer,
+        grad_scaler=watched.scaler,
+        sidecar=f"unix://{tmp_path}/nobody.sock",
+        run_dir=tmp_path,
+    )
+    watched.step()
+    lock = session._link._lock  # type: ignore[attr-defined]
+    with lock:  # the delivering thread may hold it at that very moment
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                signal.alarm(20)
+                for _ in range(3):
+                    watched.step()
+                code = 0 if session.status().link.state == "embedded" else 2
+                session.detach()
+            finally:
+                os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert session.status().link.state != "embedded"
+    session.detach()

@@ -8,6 +8,7 @@ optimizer, scaler and scheduler are done, no graph is alive, no accumulation is 
 one is for the session to say. Hooks sit on the objects that the user calls; put them on the
 compiled wrapper, not on the module inside: while torch.compile traces, they do nothing and are
 compiled away, and the session falls back to the moment right after optimizer.step().
+torch.jit.script refuses every module that has such hooks; script it before attach().
 
 Purity:  changes neither inputs nor outputs.
 """
