@@ -27,6 +27,7 @@ FIRST = (
     "tests/core/test_ledger.py",
     "tests/core/detectors",
     "tests/core/test_judge.py",
+    "tests/core/test_incidents.py",
     "tests/core/test_policy.py",
     "tests/core/test_windows.py",
     "tests/core/test_generated_policies.py",
