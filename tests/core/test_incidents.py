@@ -1,4 +1,4 @@
-"""Incidents: states and severities only rise, a latched one waits for a person, the list is bounded."""
+"""Incidents: states and severities only rise, a latched one waits for a person, few are kept."""
 
 from __future__ import annotations
 
