@@ -65,6 +65,16 @@ def test_a_candidate_is_healthy_after_exactly_so_many_quiet_steps() -> None:
     assert run.state.ledger.snapshots[-1].healthy
 
 
+def test_no_snapshot_is_due_after_a_spike_step_that_was_let_through() -> None:
+    run = Run(WITHOUT_CANARY + '[rules.loss_outlier]\nmode = "off"\n')
+    for _ in range(19):
+        assert run.step().take_snapshot == (run.state.step == 10)
+    decision = run.step(loss=9.0)
+    assert (decision.action, decision.take_snapshot) == (Action.PROCEED, False)
+    taken = [run.step().take_snapshot for _ in range(3)]
+    assert taken == [False, True, False]  # once two cool steps have ended it
+
+
 def test_an_incident_that_fires_drops_the_candidates_whoever_is_to_blame() -> None:
     run = Run(SMALL)
     run.canary = lambda: CanaryAnswer(1, 2.0, 2.0)  # as it was: the data
