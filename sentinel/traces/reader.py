@@ -3,9 +3,12 @@
     reader = Reader("sentinel-runs/r7")         a run, or one of its incarnations
     for item in reader: ...                     StepRecord | Event, in the order they happened
     for record in reader.steps(columns=True)    with per-layer columns joined
-    reader.curve()                              step, loss, grad norm as arrays; layers are not read
+    reader.curve()                              step, loss, norm, lr as arrays; layers are not read
     reader.overview()                           extremes of every 64 steps: a long run at a glance
     reader.damage                               what could not be read, filled in while reading
+
+curve() and overview() read of a closed segment only its end (summary.py); `parsed` names those they
+had to go through record by record: still open, cut off, or with a damaged end.
 
 A torn or damaged segment is read up to its first bad byte; what follows it there is counted in
 `damage` and ignored, and the next segment is read as usual. Columns lie in files of their own and
@@ -17,7 +20,7 @@ Errors:  TraceError when there is nothing to read, or when a file was written by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -40,6 +43,7 @@ from sentinel.traces.records import (
     decode_header,
     decode_step,
     index_bytes,
+    measured,
 )
 from sentinel.traces.segments import (
     LAYERS,
@@ -50,7 +54,7 @@ from sentinel.traces.segments import (
     list_segments,
     read_segment,
 )
-from sentinel.traces.summary import Summary, join, read_summary, summarise
+from sentinel.traces.summary import Summary, join, read_index, read_summary, summarise
 from sentinel.wire import codec
 
 Item: TypeAlias = StepRecord | Event
@@ -71,6 +75,7 @@ class Curve:
     loss_measured: npt.NDArray[np.bool_]
     grad_norm: npt.NDArray[np.float64]
     norm_measured: npt.NDArray[np.bool_]
+    lr: npt.NDArray[np.float64]
     executed: npt.NDArray[np.int64]
 
 
@@ -114,6 +119,7 @@ class Reader:
                 f"like 0000-<incarnation>/{SCALARS}-00000.seg"
             )
         self._damage: dict[Path, Damage] = {}
+        self.parsed: list[Path] = []
 
     @property
     def damage(self) -> tuple[Damage, ...]:
@@ -177,20 +183,39 @@ class Reader:
                     yield item
 
     def curve(self) -> Curve:
-        """Step, loss and norm of the whole run; only the fixed part of each step is decoded."""
-        return _curve(chapter.segment for chapter in self.chapters())
+        """Step, loss, norm, rate and action of the whole run."""
+        self.parsed = []
+        parts = []
+        for path in self._scalars():
+            part = read_index(path)
+            parts.append(self._parse(path) if part is None else part)
+        return _curve(parts)
 
     def overview(self) -> Summary:
         """Extremes of every 64 steps of the whole run; closed segments are not read for it."""
+        self.parsed = []
         parts = []
+        for path in self._scalars():
+            part = read_summary(path)
+            if part is None:
+                curve = _curve([self._parse(path)])
+                part = summarise(curve.step, curve.loss, curve.grad_norm)
+            parts.append(part)
+        return join(parts)
+
+    def _scalars(self) -> Iterator[Path]:
         for incarnation in self.incarnations:
             for _, path in list_segments(incarnation, SCALARS):
-                part = read_summary(path)
-                if part is None:  # still open, or torn
-                    curve = _curve([self.read(path)])
-                    part = summarise(curve.step, curve.loss, curve.grad_norm)
-                parts.append(part)
-        return join(parts)
+                yield path
+
+    def _parse(self, path: Path) -> bytes:
+        """The index of a segment's steps, from the steps themselves."""
+        self.parsed.append(path)
+        return b"".join(
+            index_bytes(frame.payload)
+            for frame in self.read(path).frames
+            if frame.kind is Kind.STEP
+        )
 
     def read(self, path: Path) -> Segment:
         """One segment; its damage is noted."""
@@ -230,22 +255,16 @@ class _ColumnCursor:
         return decode_columns(payload, where)
 
 
-def _curve(segments: Iterable[Segment]) -> Curve:
-    packed = b"".join(
-        index_bytes(frame.payload)
-        for segment in segments
-        for frame in segment.frames
-        if frame.kind is Kind.STEP
-    )
-    index_N = np.frombuffer(packed, INDEX_DTYPE)
-    present_N = index_N["present"]
-    has_loss_N, has_norm_N = (present_N & HAS_LOSS) != 0, (present_N & HAS_NORM) != 0
+def _curve(parts: Sequence[bytes]) -> Curve:
+    rows_N = np.frombuffer(b"".join(parts), INDEX_DTYPE)
+    present_N = rows_N["present"]
     return Curve(
-        index_N["step"].copy(),
-        index_N["attempt"].astype(np.int64),
-        np.where(has_loss_N, index_N["loss"], np.nan),
-        has_loss_N,
-        np.where(has_norm_N, index_N["grad_norm"], np.nan),
-        has_norm_N,
-        index_N["executed"].astype(np.int64),
+        rows_N["step"].astype(np.int64),
+        rows_N["attempt"].astype(np.int64),
+        measured(rows_N, "loss"),
+        (present_N & HAS_LOSS) != 0,
+        measured(rows_N, "grad_norm"),
+        (present_N & HAS_NORM) != 0,
+        measured(rows_N, "lr"),
+        rows_N["executed"].astype(np.int64),
     )

@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,14 @@ from sentinel.core.events import Event
 from sentinel.core.policy import Policy
 from sentinel.core.state import ENGINE_VERSION, State
 from sentinel.core.types import Decision, Observation, Outcome
-from sentinel.traces.records import FORMAT, Header, encode_columns, encode_header, encode_step
+from sentinel.traces.records import (
+    FORMAT,
+    INDEX_BYTES,
+    Header,
+    encode_columns,
+    encode_header,
+    encode_step,
+)
 from sentinel.traces.segments import (
     LAYERS,
     SCALARS,
@@ -44,7 +50,7 @@ from sentinel.traces.segments import (
     SegmentWriter,
     list_segments,
 )
-from sentinel.traces.summary import encode_summary, encode_trailer
+from sentinel.traces.summary import footer
 from sentinel.wire import codec
 
 LIMIT_BYTES = 2 * 1024**3
@@ -111,7 +117,7 @@ class Recorder:
         self._layers: SegmentWriter | None = None
         self._gap = False
         self._closed = False
-        self._index = _SegmentIndex()
+        self._index = bytearray()  # of the open segment's steps, for its footer
         self._spent = sum(size for _, size, _ in self._all_segments())
         self.dropped_segments = 0
         self.written_bytes = 0
@@ -146,7 +152,7 @@ class Recorder:
         except OSError:
             self._gap = True
             raise
-        self._index.add(observation)
+        self._index += payload[:INDEX_BYTES]
 
     def event(self, event: Event, state: State) -> None:
         """Record what happened at a safe point; `state` is the engine's state after note().
@@ -252,15 +258,13 @@ class Recorder:
 
     def _close_scalars(self, *, sync: bool = False) -> None:
         writer, self._scalars = self._scalars, None
-        index, self._index = self._index, _SegmentIndex()
+        index, self._index = bytes(self._index), bytearray()
         if writer is None:
             return
         try:
             if not self._gap:
-                offset = writer.append(
-                    Kind.SUMMARY, encode_summary(index.steps, index.losses, index.norms)
-                )
-                writer.append(Kind.TRAILER, encode_trailer(offset))
+                for kind, payload in footer(index, writer.size):
+                    writer.append(kind, payload)
         finally:
             self._spent += writer.size
             writer.close(sync=sync)
@@ -318,20 +322,3 @@ class Recorder:
                 path.unlink()
                 self._spent -= size
                 self.dropped_segments += 1
-
-
-class _SegmentIndex:
-    """What the open segment's summary will be made from; 24 bytes a step."""
-
-    __slots__ = ("losses", "norms", "steps")
-
-    def __init__(self) -> None:
-        self.steps = array("q")
-        self.losses = array("d")
-        self.norms = array("d")
-
-    def add(self, observation: Observation) -> None:
-        nan = float("nan")
-        self.steps.append(observation.step)
-        self.losses.append(nan if observation.loss is None else observation.loss)
-        self.norms.append(nan if observation.grad_norm is None else observation.grad_norm)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from sentinel.core.errors import ProtocolError, TraceError
 from sentinel.core.types import NO_COLUMNS, Column, Decision, Observation, Outcome
@@ -30,16 +31,18 @@ FORMAT = 1
 # step, attempt, present bits, executed action, loss, grad norm, lr, gate seconds, wall clock,
 # bytes of the observation, bytes of the decision; the outcome is the rest.
 _INDEX = struct.Struct("<qIBBdddddII")
-# The same layout for numpy, which reads a million of them at once.
+# The part of it that curves are made of, for numpy, which reads a million of them at once.
 INDEX_DTYPE = np.dtype(
     {
         "names": ["step", "attempt", "present", "executed", "loss", "grad_norm", "lr"],
         "formats": ["<i8", "<u4", "u1", "u1", "<f8", "<f8", "<f8"],
         "offsets": [0, 8, 12, 13, 14, 22, 30],
-        "itemsize": _INDEX.size,
+        "itemsize": 38,
     }
 )
+INDEX_BYTES = INDEX_DTYPE.itemsize
 HAS_LOSS, HAS_NORM, _LR, _COLUMNS, _GATE, _AT = 1, 2, 4, 8, 16, 32
+_PRESENT = {"loss": HAS_LOSS, "grad_norm": HAS_NORM, "lr": _LR}
 _COLUMNS_KEY = struct.Struct("<qI")  # step, attempt
 
 
@@ -210,8 +213,16 @@ def _encode_bare(observation: Observation) -> bytes:
 
 
 def index_bytes(payload: memoryview) -> memoryview:
-    """The fixed part of a step record, as INDEX_DTYPE reads it."""
-    return payload[: _INDEX.size]
+    """What of a step record INDEX_DTYPE reads."""
+    return payload[:INDEX_BYTES]
+
+
+def measured(rows_N: npt.NDArray[np.void], name: str) -> npt.NDArray[np.float64]:
+    """loss, grad_norm or lr of each step; nan where it was not measured."""
+    values_N: npt.NDArray[np.float64] = np.where(
+        (rows_N["present"] & _PRESENT[name]) != 0, rows_N[name], np.nan
+    )
+    return values_N
 
 
 def decode_step(payload: memoryview, where: str) -> StepRecord:

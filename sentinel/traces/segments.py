@@ -45,6 +45,7 @@ class Kind(IntEnum):
     COLUMNS = 4
     SUMMARY = 5
     TRAILER = 6
+    INDEX = 7
 
 
 _KINDS = {int(kind): kind for kind in Kind}

@@ -1,30 +1,34 @@
-"""Min/max summaries of a closed segment: a long curve is drawn without reading its steps.
+"""How a segment ends when it is closed: a long run is drawn without reading its steps.
 
-    encode_summary(steps, losses, norms)      one bucket per BUCKET steps
-    read_summary(path) -> Summary | None      two small reads at the end of the file
+    frames = footer(index)                    the three last records of a segment
+    read_index(path) -> bytes | None          the fixed part of every step, for Reader.curve()
+    read_summary(path) -> Summary | None      extremes of every BUCKET steps, for overview()
 
-The trailer, the last record of a closed segment, has a fixed size and says where the summary
-starts. A segment that was never closed (a killed process) has none: read its steps instead.
+The index is what curves are made of, copied out of the steps that are ten times its size. The
+summary follows it and says where it starts; the trailer, of fixed size, says the same of the
+summary. Each has its checksum. A segment that was never closed (a killed process) has none of
+them: read its steps instead.
 
-Units:   loss [nats]; norms L2. Shapes: every column has one entry a bucket [B].
+Units:   loss [nats]; norms L2. Shapes: every column of a summary has one entry a bucket [B].
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import struct
 import zlib
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from sentinel.core.errors import TraceError
+from sentinel.traces.records import INDEX_BYTES, INDEX_DTYPE, measured
 from sentinel.traces.segments import FRAME, Kind
 
 BUCKET = 64
@@ -61,6 +65,7 @@ class _Summary(msgspec.Struct, array_like=True):
     norm_min: bytes
     norm_max: bytes
     nonfinite: bytes
+    index: int = 0  # where its frame starts; 0 when there is none
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -95,11 +100,8 @@ def join(parts: Sequence[Summary]) -> Summary:
     )
 
 
-def encode_summary(steps: array[int], losses: array[float], norms: array[float]) -> bytes:
-    """Bytes of a summary record; an unmeasured value comes in as nan."""
-    summary = summarise(
-        np.array(steps, np.int64), np.array(losses, np.float64), np.array(norms, np.float64)
-    )
+def encode_summary(summary: Summary, index: int = 0) -> bytes:
+    """Bytes of a summary record that points at the index's frame."""
     return _encoder.encode(
         _Summary(
             first=_bytes(summary.first),
@@ -109,8 +111,27 @@ def encode_summary(steps: array[int], losses: array[float], norms: array[float])
             norm_min=_bytes(summary.norm_min),
             norm_max=_bytes(summary.norm_max),
             nonfinite=_bytes(summary.nonfinite),
+            index=index,
         )
     )
+
+
+def footer(index: bytes, offset: int) -> list[tuple[Kind, bytes]]:
+    """The records that close a segment.
+
+    Args:
+        index: the first INDEX_BYTES of every step record, one after the other.
+        offset: where the first of the records will start.
+    """
+    rows_N = np.frombuffer(index, INDEX_DTYPE)
+    loss_N, norm_N = measured(rows_N, "loss"), measured(rows_N, "grad_norm")
+    summary = summarise(rows_N["step"].astype(np.int64), loss_N, norm_N)
+    after = offset + FRAME.size + len(index)
+    return [
+        (Kind.INDEX, index),
+        (Kind.SUMMARY, encode_summary(summary, offset)),
+        (Kind.TRAILER, encode_trailer(after)),
+    ]
 
 
 def _extremes(values_N: Floats, starts: npt.NDArray[np.intp]) -> tuple[Floats, Floats]:
@@ -138,24 +159,55 @@ def read_summary(path: Path) -> Summary | None:
     Raises:
         TraceError: the file cannot be read.
     """
-    size = FRAME.size + _TRAILER.size
+    with _opened(path) as file:
+        found = _find_summary(file)
+    return None if found is None else decode_summary(found[0])
+
+
+def read_index(path: Path) -> bytes | None:
+    """The index of a closed segment, or None: open, torn, damaged, or without one.
+
+    Raises:
+        TraceError: the file cannot be read.
+    """
+    with _opened(path) as file:
+        found = _find_summary(file)
+        if found is None:
+            return None
+        payload, end = found
+        start = _decoder.decode(payload).index
+        if not 0 < start < end:
+            return None
+        file.seek(start)
+        index = _payload(file.read(end - start), Kind.INDEX)
+    return None if index is None or len(index) % INDEX_BYTES else index
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
-            end = file.seek(0, 2)
-            if end < size:
-                return None
-            file.seek(end - size)
-            trailer = _payload(file.read(size), Kind.TRAILER)
-            if trailer is None:
-                return None
-            version, offset = _TRAILER.unpack(trailer)
-            if version != _SUMMARY_FORMAT or offset >= end:
-                return None
-            file.seek(offset)
-            payload = _payload(file.read(end - size - offset), Kind.SUMMARY)
+            yield file
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error}") from error
-    return None if payload is None else decode_summary(payload)
+
+
+def _find_summary(file: BinaryIO) -> tuple[bytes, int] | None:
+    """The summary's payload and where its frame starts."""
+    size = FRAME.size + _TRAILER.size
+    end = file.seek(0, 2)
+    if end < size:
+        return None
+    file.seek(end - size)
+    trailer = _payload(file.read(size), Kind.TRAILER)
+    if trailer is None:
+        return None
+    version, offset = _TRAILER.unpack(trailer)
+    if version != _SUMMARY_FORMAT or offset >= end:
+        return None
+    file.seek(offset)
+    payload = _payload(file.read(end - size - offset), Kind.SUMMARY)
+    return None if payload is None else (payload, offset)
 
 
 def decode_summary(payload: bytes) -> Summary:

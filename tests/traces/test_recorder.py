@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import random
-from array import array
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import msgspec
@@ -33,13 +33,22 @@ from sentinel.core.types import (
     Source,
     Status,
 )
+from sentinel.traces import recorder as recorder_module
 from sentinel.traces import segments
-from sentinel.traces.reader import Reader
+from sentinel.traces.reader import Curve, Reader
 from sentinel.traces.recorder import Recorder, list_incarnations
 from sentinel.traces.records import StepRecord, decode_header
 from sentinel.traces.segments import list_segments, read_segment
-from sentinel.traces.summary import BUCKET, decode_summary, encode_summary, read_summary
+from sentinel.traces.summary import (
+    BUCKET,
+    decode_summary,
+    encode_summary,
+    encode_trailer,
+    read_summary,
+    summarise,
+)
 from sentinel.wire import codec
+from tests.support.long_runs import write_run
 
 POLICY = Policy()
 LAYERS = ["embed", "blocks.0", "blocks.1", "head"]
@@ -195,6 +204,95 @@ def test_the_curve_tells_nan_from_not_measured(tmp_path: Path) -> None:
             assert math.isnan(curve.loss[step])
         assert curve.grad_norm[step] == observation(step).grad_norm
     assert curve.norm_measured.all()
+
+
+def curve_by_parsing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Curve:
+    with monkeypatch.context() as patch:
+        patch.setattr("sentinel.traces.reader.read_index", lambda path: None)
+        return Reader(directory).curve()
+
+
+def assert_equal_curves(got: Curve, wanted: Curve) -> None:
+    for field in fields(Curve):
+        np.testing.assert_array_equal(getattr(got, field.name), getattr(wanted, field.name))
+
+
+def test_the_curve_of_closed_segments_is_the_one_that_their_steps_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = new_recorder(tmp_path, segment_bytes=8000)
+    record(recorder, 0, 250, columns=True, events=7)
+    closed = len(list_segments(recorder.directory, "scalars")) - 1
+    reader = Reader(tmp_path)
+    curve = reader.curve()
+    assert closed > 5
+    assert [path.name for path in reader.parsed] == [f"scalars-{closed:05d}.seg"], "the open one"
+    assert_equal_curves(curve, curve_by_parsing(tmp_path, monkeypatch))
+    assert curve.attempt.tolist() == [s // 100 for s in range(250)]
+    assert curve.lr.tolist() == [1e-3] * 250
+    recorder.close()
+    reader = Reader(tmp_path)
+    assert_equal_curves(reader.curve(), curve)
+    assert reader.parsed == []
+    assert reader.damage == ()
+
+
+@pytest.mark.parametrize("record_kind", [segments.Kind.INDEX, segments.Kind.SUMMARY])
+def test_a_damaged_end_of_a_segment_costs_time_and_no_step(
+    tmp_path: Path, record_kind: segments.Kind
+) -> None:
+    recorder = new_recorder(tmp_path, segment_bytes=8000)
+    record(recorder, 0, 250)
+    recorder.close()
+    whole = Reader(tmp_path).curve()
+    path = list_segments(recorder.directory, "scalars")[2][1]
+    (frame,) = (f for f in read_segment(path).frames if f.kind is record_kind)
+    data = bytearray(path.read_bytes())
+    data[frame.offset + segments.FRAME.size + 3] ^= 1
+    path.write_bytes(data)
+    reader = Reader(tmp_path)
+    assert_equal_curves(reader.curve(), whole)
+    assert reader.parsed == [path]
+    assert [(d.path, d.offset) for d in reader.damage] == [(path, frame.offset)]
+
+
+def test_the_curve_of_a_run_recorded_before_there_was_an_index_is_read_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = recorder_module.footer
+    monkeypatch.setattr(
+        recorder_module,
+        "footer",
+        lambda index, offset: [
+            (segments.Kind.SUMMARY, encode_summary(decode_summary(real(index, offset)[1][1]))),
+            (segments.Kind.TRAILER, encode_trailer(offset)),
+        ],
+    )
+    recorder = new_recorder(tmp_path)
+    record(recorder, 0, 100)
+    recorder.close()
+    reader = Reader(tmp_path)
+    assert reader.curve().step.tolist() == list(range(100))
+    assert len(reader.parsed) == 1
+    assert reader.damage == ()
+    assert reader.overview().last[-1] == 99
+    assert reader.parsed == []
+
+
+@pytest.mark.slow
+def test_the_curve_of_a_million_steps_is_there_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, 1_000_000, close_last=False)
+    reader, began = Reader(tmp_path), time.process_time()
+    curve = reader.curve()
+    took = time.process_time() - began
+    assert len(curve.step) == 1_000_000
+    assert len(reader.parsed) == 1
+    assert took < 0.5
+    assert_equal_curves(curve, curve_by_parsing(tmp_path, monkeypatch))
+    assert np.isnan(curve.loss).sum() > 100
+    assert (~curve.loss_measured).sum() > 100
 
 
 def test_every_scalars_segment_starts_with_the_state_before_its_first_record(
@@ -398,8 +496,8 @@ def test_without_columns_to_drop_the_oldest_steps_go(tmp_path: Path) -> None:
 
 
 def test_a_stretch_without_a_finite_value_has_no_extremes() -> None:
-    steps, losses = array("q", range(BUCKET + 1)), array("d", [math.nan] * BUCKET + [2.0])
-    summary = decode_summary(encode_summary(steps, losses, losses))
+    steps, losses = np.arange(BUCKET + 1), np.array([math.nan] * BUCKET + [2.0])
+    summary = decode_summary(encode_summary(summarise(steps, losses, losses)))
     assert math.isnan(summary.loss_min[0])
     assert math.isnan(summary.loss_max[0])
     assert (summary.loss_min[1], summary.loss_max[1]) == (2.0, 2.0)
