@@ -30,7 +30,7 @@ from sentinel.wire import messages
 from sentinel_hooks.adapters import plain
 from sentinel_hooks.errors import AttachError
 from sentinel_hooks.layers import LayerTable
-from sentinel_hooks.ledger_file import Keeper
+from sentinel_hooks.ledger_file import Claim, Keeper
 from sentinel_hooks.link import make_link
 from sentinel_hooks.session import Session, is_attached
 from sentinel_hooks.signals import Signals
@@ -90,7 +90,7 @@ def attach(
 
     Raises:
         AttachError: something is missing, of the wrong type, or already attached; or the run was
-            halted and nobody has cleared that.
+            halted and nobody has cleared that, or another live process trains it.
         ConfigError: the policy or another setting makes no sense.
     """
     if trainer is not None:
@@ -131,6 +131,8 @@ def attach(
         )
     chosen = Policy.load(policy).with_mode(mode)
     run, named = _run_id(run_id)
+    writes = (record or named) and _first_rank()
+    claim = _claim(directory / run, run) if named and writes else None
     found = _found(directory / run, run, spots) if named else None
     incarnation = secrets.token_hex(4)  # os.urandom: no global generator moves
     table = LayerTable.of(target.models)
@@ -153,7 +155,8 @@ def attach(
         incarnation=incarnation,
         policy=link.policy,
         found=found,
-        enabled=(record or named) and _first_rank(),
+        enabled=writes,
+        claim=claim,
     )
     session = Session(
         target,
@@ -249,6 +252,17 @@ def _run_id(given: Any) -> tuple[str, bool]:
             f"without / and \\, got {run!r}; leave it out for a new one"
         )
     return run, True
+
+
+def _claim(directory: Path, run: str) -> Claim:
+    """Raises AttachError: another live process trains this run."""
+    claim = Claim(directory)
+    if claim.holder:
+        raise AttachError(
+            f"run {run} is being trained by {claim.holder}; end it (or detach() its session) "
+            "first, or give this one another run_id"
+        )
+    return claim
 
 
 def _found(directory: Path, run: str, spots: list[BlindSpot]) -> ledger.Saved | None:

@@ -18,7 +18,12 @@ Errors:  a disk that fails never hurts the run: it is told in `trouble`, and eve
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import logging
+import os
+import platform
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -45,6 +50,7 @@ logger = logging.getLogger(__name__)
 SOFT_EVERY = 32  # quiet steps between two writes that only move the step on
 TAIL_BYTES = 1 << 18  # of small moves, after which the ledger is written anew
 SAMPLES = 8  # values of each tensor in a fingerprint
+LOCK = "ledger.lock"
 LAST_STEPS = 64  # kept in memory for the record of a halt
 _WRAPPERS = ("_orig_mod.", "module.")  # torch.compile, DDP: the same model
 
@@ -88,6 +94,56 @@ def _sample(tensor: Tensor) -> Tensor:
     return tensor[index]
 
 
+_claimed: set[str] = set()  # by this process
+
+
+class Claim:
+    """One process writes a run's ledger: the lock on run_dir/<run>/ledger.lock.
+
+    The system lets go of it when the process ends, however it ends; a forked child never has it.
+    Where there are no locks (a read-only disk, some network filesystems) all claims are granted.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Take it; see `holder`."""
+        self._path = os.path.abspath(directory / LOCK)
+        self._handle = -1
+        self._pid = os.getpid()
+        self.holder = ""  # who has it instead
+        if self._path in _claimed:
+            self.holder = "another session in this process"
+            return
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            return
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                said = os.read(handle, 200).decode("utf-8", "replace").strip()
+                self.holder = said or "another process"
+            os.close(handle)
+            return
+        self._handle = handle
+        _claimed.add(self._path)
+        with contextlib.suppress(OSError):
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {self._pid} on {platform.node()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let go of it; a second call does nothing."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            if self._pid == os.getpid():
+                _claimed.discard(self._path)
+            os.close(handle)
+
+    def __del__(self) -> None:
+        self.release()
+
+
 @dataclass(frozen=True, slots=True)
 class Resumed:
     """What a restarted process goes on with.
@@ -119,10 +175,12 @@ class Keeper:
         policy: Policy,
         found: Saved | None = None,
         enabled: bool = True,
+        claim: Claim | None = None,
     ) -> None:
         """Nothing is written yet.
 
         Args:
+            claim: released by close().
             found: what an earlier process of this run left.
             enabled: False: never write (another rank does, or nothing is recorded).
         """
@@ -131,6 +189,7 @@ class Keeper:
         self._incarnation = incarnation
         self._policy_hash = codec.policy_hash(policy).hex()
         self._enabled = enabled
+        self._claim = claim
         self.found = found
         self.paused_by_file = found.paused_by_file if found is not None else False
         self.trouble = ""
@@ -280,6 +339,11 @@ class Keeper:
             self.trouble = ""
             logger.info("the ledger is written again run=%s step=%s", self._run, state.step)
         return True
+
+    def close(self) -> None:
+        """Another process may go on with the run."""
+        if self._claim is not None:
+            self._claim.release()
 
     def _append(self, saved: Saved) -> bool:
         """A line more in the tail; False when the ledger is to be written in full."""

@@ -793,6 +793,7 @@ class Session:
     def _adopt(self, path: str) -> None:
         state, last = self.state, self._last
         quiet = (last is None or last.readings.quiet) and self._restore_due is None
+        self._guard.run("ledger", self._remember)
         self._disk.adopt(path, state.step, state.stats, state.ledger, quiet=quiet)
         if quiet and self._disk.enabled:
             self._note(SnapshotTaken(state.step, "disk"))
@@ -910,9 +911,12 @@ class Session:
                 self._trace_failed(error)
 
     def _close_ledger(self) -> None:
-        if self._steps and not self._resume_due:
-            self._remember()
-            self._keeper.save(self._state, sync=True)
+        try:
+            if self._steps and not self._resume_due:
+                self._remember()
+                self._keeper.save(self._state, sync=True)
+        finally:
+            self._keeper.close()
 
     def _at_exit(self) -> None:
         if not self._detached:

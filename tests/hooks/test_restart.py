@@ -523,8 +523,10 @@ def test_a_torn_tail_line_is_passed_over_and_the_one_before_counts(tmp_path: Pat
     two.steps(9)
     two.die()
     assert on_disk(tmp_path)["step"] > before
-    (tmp_path / "r7" / "ledger.tail").write_bytes(tail.read_bytes().replace(b"step", b"stop"))
-    assert on_disk(tmp_path)["step"] == before
+    tail.write_bytes(tail.read_bytes().replace(b'","step":', b'","step":9'))
+    three = Process(tmp_path)
+    assert three.session.state.step == on_disk(tmp_path)["step"] < 90
+    three.session.detach()
 
 
 def test_a_tail_of_another_ledger_does_not_count(tmp_path: Path) -> None:
@@ -534,4 +536,31 @@ def test_a_tail_of_another_ledger_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "r7" / "ledger.tail").write_bytes(tail)
     two = Process(tmp_path)
     assert two.session.state.step == 20
+    two.session.detach()
+
+
+# ---------------------------------------------------------------- one at a time
+
+
+def test_a_second_live_process_with_the_id_is_refused_until_the_first_has_ended(
+    tmp_path: Path,
+) -> None:
+    one = Process(tmp_path).steps(2)
+    with pytest.raises(AttachError, match="r7 is being trained by another session in this process"):
+        Process(tmp_path)
+    script = f"""
+import sys
+sys.path.insert(0, {os.getcwd()!r})
+from pathlib import Path
+from tests.hooks.test_restart import Process
+Process(Path({str(tmp_path)!r}))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert f"r7 is being trained by process {os.getpid()} on " in ended.stderr
+    one.step()
+    one.session.detach()
+    two = Process(tmp_path)
+    assert two.session.state.step == 3
     two.session.detach()
