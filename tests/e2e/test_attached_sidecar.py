@@ -184,3 +184,16 @@ def test_the_defaults_that_this_page_loosens_are_these() -> None:
 
     parameters = inspect.signature(Breaker.__init__).parameters
     assert set(_PATIENT) == set(parameters) - {"self"}
+
+
+@pytest.mark.usefixtures("ample_deadline")
+def test_a_run_that_is_started_again_hands_its_ledger_to_the_sidecar(tmp_path: Path) -> None:
+    with serving() as process:
+        _, before, _ = train(tmp_path, process.url)
+        _, after, _ = train(tmp_path, process.url)  # from scratch: known weights, of step 0
+    assert dict(before.counters.rollbacks) != {}
+    assert after.step == 2 * STEPS
+    assert after.counters.steps == 2 * STEPS
+    assert after.link.mismatches == 0
+    assert after.link.decided["sidecar"] >= 0.99 * STEPS, after.link
+    assert "the weights are those of step 0" in after.lineage
