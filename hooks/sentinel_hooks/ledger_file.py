@@ -70,7 +70,7 @@ def fingerprint(target: Target) -> str:
             name = name.replace(wrapper, "")
         shapes.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if local.layout is torch.strided and local.numel():
+        if local.layout is torch.strided and local.numel() and local.device.type != "meta":
             picked = _sample(local)
             samples.setdefault((picked.device, picked.dtype), []).append(picked)
     for (_, dtype), some in sorted(samples.items(), key=lambda item: str(item[0])):
@@ -234,11 +234,11 @@ class Keeper:
         return resumed
 
     def _compare(self, found: Saved, print_: str, state: State) -> Resumed:
-        mark = next((m for m in reversed(found.marks) if m.fingerprint == print_), None)
+        mark = next((m for m in reversed(found.marks) if m.fingerprint == print_ != ""), None)
         model = print_.partition("-")[0]
         known = {m.fingerprint.partition("-")[0] for m in found.marks}
         if mark is None:
-            if known and model not in known:
+            if model and known and model not in known:
                 return Resumed(
                     state,
                     None,

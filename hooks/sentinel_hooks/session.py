@@ -643,15 +643,14 @@ class Session:
             self._take()
 
     def _resume(self) -> None:
-        """The user's weights are loaded: whose are they, and what is left of the snapshots?
-
-        Raises:
-            NotReadyError: lazy parameters have no shape yet; to be tried again.
-        """
+        """The user's weights are loaded: whose are they, and what is left of the snapshots?"""
         try:
             print_ = fingerprint(self._target)
         except NotReadyError:
-            return
+            return  # lazy parameters; it is tried again
+        except Exception as error:  # noqa: BLE001  tensors of a kind that we do not know
+            self._guard.note("ledger", error)
+            print_ = ""
         self._resume_due = False
         resumed = self._keeper.recognise(print_, self._state)
         if self._keeper.found is None:

@@ -564,3 +564,26 @@ Process(Path({str(tmp_path)!r}))
     two = Process(tmp_path)
     assert two.session.state.step == 3
     two.session.detach()
+
+
+def test_weights_that_cannot_be_read_cost_the_statistics_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Process(tmp_path).steps(20)
+    one.go_wrong()
+    one.step()
+    weights = one.checkpoint()
+    one.session.detach()
+
+    def broken(target: Any) -> str:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("sentinel_hooks.session.fingerprint", broken)
+    two = Process(tmp_path).load(weights).steps(8)
+    assert two.session.state.ledger.rollbacks == (22,)
+    assert two.session.status().healthy == (24,)
+    assert "none that this run has seen" in spots(two)
+    two.go_wrong()
+    two.step()
+    assert two.session.state.step == 24 + 8 + 4
+    two.session.detach()
