@@ -212,6 +212,7 @@ class Session:
         # The safe point.
         self._safe_done = False
         self._forwards = 0  # since the last gate
+        self._forwards_usual = 0  # most of one step so far
         self._unseen = 0  # steps in a row without any
         self._first_snapshot_due = snapshots.ram or self._disk.enabled
         self._snapshot_due = False
@@ -465,6 +466,7 @@ class Session:
         """Observe, decide, and open the step."""
         self._steps += 1
         self._unseen = 0 if self._forwards else self._unseen + 1
+        self._forwards_usual = max(self._forwards_usual, self._forwards)
         self._forwards = 0
         if self._resume_due:
             self._masked_run("ledger", self._resume)
@@ -940,6 +942,8 @@ class Session:
             return Protection.OFF, "the rollback budget is spent; a person is needed"
         if self._last is None:
             return Protection.WARMING, "no step seen yet"
+        if self._forsaken():
+            return Protection.BLIND, "training goes on, but no watched optimizer steps any more"
         protection = self._last.readings.protection
         if protection is Protection.BLIND:
             return protection, "neither loss nor gradient norm was measured at the last step"
@@ -949,8 +953,18 @@ class Session:
             )
         return protection, "every rule has its baseline"
 
+    def _forsaken(self) -> bool:
+        return self._steps > 0 and self._forwards > 4 * self._forwards_usual + 16
+
     def _blind_spots(self) -> list[BlindSpot]:
         spots = list(self._given_spots)
+        if self._forsaken():
+            spots.append(
+                BlindSpot(
+                    f"{self._forwards} training forwards since a watched optimizer stepped",
+                    "was the optimizer made anew? detach(), and attach() the one that is stepped",
+                )
+            )
         if self._observer.steps_without_loss:
             spots.append(
                 BlindSpot(

@@ -381,6 +381,38 @@ def test_detached_twice_and_used_afterwards(tmp_path: Path) -> None:
     assert (again.state.step, session.state.step) == (2, 3)
 
 
+def test_an_optimizer_that_was_replaced_unseen_leaves_no_armed_look(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.run(30)
+    assert loop.watched.status().protection is Protection.ARMED
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.01)
+    loop.run(21)
+    status = loop.watched.status()
+    assert (status.step, status.protection) == (30, Protection.BLIND)
+    assert "21 training forwards since a watched optimizer stepped" in str(status)
+    assert "attach() the one that is stepped" in str(status)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_an_accumulation_or_an_evaluation_is_no_replaced_optimizer(
+    every: int, tmp_path: Path
+) -> None:
+    loop = Loop(tmp_path)
+    for _ in range(30):
+        loop.optimizer.zero_grad()
+        for _ in range(every):
+            (loop.model(*loop.batch()) / every).backward()
+        loop.optimizer.step()
+    loop.model.eval()
+    for _ in range(100):
+        loop.model(*loop.batch())
+    loop.model.train()
+    with torch.no_grad():
+        for _ in range(100):
+            loop.model(*loop.batch())
+    assert loop.watched.status().protection is Protection.ARMED
+
+
 @pytest.mark.parametrize("place", ["forward", "closure", "step"])
 def test_detach_from_inside_a_step_gives_everything_back(place: str, tmp_path: Path) -> None:
     watched, plain = Loop(tmp_path), Loop()
