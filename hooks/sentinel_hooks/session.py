@@ -63,6 +63,7 @@ from sentinel.core.types import (
 )
 from sentinel.traces.ledger import HALTED
 from sentinel.traces.recorder import Recorder
+from sentinel_hooks import configuration
 from sentinel_hooks.canary import Canary
 from sentinel_hooks.errors import HALT_EXIT_CODE, AttachError
 from sentinel_hooks.guard import Guard
@@ -596,6 +597,8 @@ class Session:
                 self._recorder.step(
                     observation, decision, outcome, self._state, gate_s=open_.gate_s
                 )
+                if self._record_trouble:
+                    self._trace_healed()
             except OSError as error:
                 self._trace_failed(error)
         self._link.settled(observation, decision, outcome)
@@ -882,24 +885,51 @@ class Session:
             self._off,
         )
 
-    def _open_recorder(self, incarnation: str) -> Recorder | None:
-        try:
-            return Recorder(
-                self.directory,
+    def _open_recorder(self, incarnation: str) -> Recorder:
+        rows = self.layers.rows()
+        recorder = Recorder(
+            self.directory,
+            run=self.run_id,
+            policy=self.policy,
+            state=self._state,
+            incarnation=incarnation,
+            layers=rows,
+            config=configuration.describe(
+                self._target,
+                rows,
+                self.policy,
                 run=self.run_id,
-                policy=self.policy,
-                state=self._state,
                 incarnation=incarnation,
-                layers=self.layers.rows(),
-            )
-        except OSError as error:
-            self._trace_failed(error)
-            return None
+                snapshots=self._snapshots,
+            ),
+        )
+        if recorder.trouble:
+            self._trace_failed(OSError(recorder.trouble))
+        return recorder
 
     def _trace_failed(self, error: OSError) -> None:
         if not self._record_trouble:
             logger.warning("the trace cannot be written run=%s reason=%s", self.run_id, error)
         self._record_trouble = str(error)
+
+    def _trace_healed(self) -> None:
+        logger.info(
+            "the trace is written again run=%s step=%s missing=%s",
+            self.run_id,
+            self._state.step,
+            self._recorder.lost_records if self._recorder is not None else 0,
+        )
+        self._record_trouble = ""
+
+    def _trace_spots(self) -> list[BlindSpot]:
+        lost = self._recorder.lost_records if self._recorder is not None else 0
+        if self._record_trouble:
+            what = f"the trace has holes: {self._record_trouble}"
+            return [BlindSpot(what, f"{lost} records are missing so far; it is tried every step")]
+        if lost:
+            what = f"the trace has holes: {lost} records are missing"
+            return [BlindSpot(what, "the disk had failed; it is written again")]
+        return []
 
     def _close(self) -> None:
         self._guard.run("ledger", self._close_ledger)
@@ -999,8 +1029,7 @@ class Session:
             )
         if self._disk.trouble:
             spots.append(BlindSpot(f"no snapshot reaches the disk: {self._disk.trouble}", ""))
-        if self._record_trouble:
-            spots.append(BlindSpot(f"the trace has holes: {self._record_trouble}", ""))
+        spots += self._trace_spots()
         if self._observer.probe.unlisted:
             spots.append(
                 BlindSpot(

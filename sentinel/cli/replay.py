@@ -86,7 +86,12 @@ def _lines(report: ReplayReport) -> list[str]:
         f"damaged: {d.path} from byte {d.offset} on ({d.reason}); {d.lost_bytes} bytes ignored"
         for d in report.damage
     )
-    lines = [head, *damaged]
+    lines = [head]
+    if report.recorded_with:
+        lines.append(f"recorded with {report.recorded_with} (config.json has the rest)")
+    lines += damaged
+    if report.missing:
+        lines.append(f"missing: {report.missing} steps are not in the trace")
     if report.unverified:
         lines.append(
             f"not verified: {report.unverified} steps; something they depend on is missing"

@@ -5,6 +5,7 @@
     for record in reader.steps(columns=True)    with per-layer columns joined
     reader.curve()                              step, loss, norm, lr as arrays; layers are not read
     reader.overview()                           extremes of every 64 steps: a long run at a glance
+    reader.configuration(incarnation)           what was run: config.json
     reader.damage                               what could not be read, filled in while reading
 
 curve() and overview() read of a closed segment only its end (summary.py); `parsed` names those they
@@ -20,10 +21,11 @@ Errors:  TraceError when there is nothing to read, or when a file was written by
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +33,7 @@ import numpy.typing as npt
 from sentinel.core.errors import ProtocolError, TraceError
 from sentinel.core.events import Event
 from sentinel.core.types import Column
-from sentinel.traces.recorder import list_incarnations
+from sentinel.traces.recorder import CONFIG, list_incarnations
 from sentinel.traces.records import (
     HAS_LOSS,
     HAS_NORM,
@@ -216,6 +218,15 @@ class Reader:
             for frame in self.read(path).frames
             if frame.kind is Kind.STEP
         )
+
+    def configuration(self, incarnation: Path | None = None) -> Mapping[str, Any] | None:
+        """The configuration record of an incarnation (default: the last); None without one."""
+        place = self.incarnations[-1] if incarnation is None else incarnation
+        try:
+            found = json.loads((place / CONFIG).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
 
     def read(self, path: Path) -> Segment:
         """One segment; its damage is noted."""

@@ -11,12 +11,18 @@ restarted process is the next one), with two streams of segments: scalars-*.seg 
 events, layers-*.seg the per-layer columns. Segments rotate at 16 MiB; each scalars segment starts
 with the engine's state, which is why step() and event() take the state that follows them.
 
+`config.json` beside them says what was run; the caller gives its bytes.
+
 Durability: a record is with the operating system when the call returns (no buffer of our own), so
          a killed process loses nothing; a power cut loses what the system had not yet written.
          Nothing is fsynced per step: that would be milliseconds. close() syncs.
-Errors:  the constructor, step(), event() and close() raise OSError when the disk fails. The caller
-         catches it at its one place and goes on; the recorder stays usable: with the next call it
-         tries again in a fresh segment, whose header says that records before it are missing.
+Errors:  step(), event(), restate() and close() raise OSError when the disk fails; the caller
+         catches it at its one place and goes on. Each later call tries again, in a fresh segment
+         whose header says that records before it are missing; a directory that is gone is made
+         again. `trouble` says what fails now (from the constructor on, which raises nothing),
+         `lost_records` counts what is missing.
+Slow:    a disk that holds a call up twice within PROMPT calls is left alone for REST times as long
+         as it took; what is not recorded meanwhile counts as lost.
 Space:   at most `limit_bytes` for the run, all incarnations together: the oldest segments of
          columns go first, then the oldest of scalars; `dropped_segments` counts them.
 """
@@ -26,7 +32,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +57,15 @@ from sentinel.traces.segments import (
     SegmentWriter,
     list_segments,
 )
+from sentinel.traces.snapshots import write_durably
 from sentinel.traces.summary import footer
 from sentinel.wire import codec
 
 LIMIT_BYTES = 2 * 1024**3
+CONFIG = "config.json"
+SLOW_S = 1.0
+PROMPT = 100  # calls; a disk that hesitates once in so many is not slow
+REST, REST_LIMIT_S = 20.0, 600.0  # a slow disk costs at most a twentieth of the time
 _INCARNATION = re.compile(r"^(\d{4,})-(.+)$")
 _SAFE = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -87,7 +99,9 @@ class Recorder:
         engine_version: int = ENGINE_VERSION,
         segment_bytes: int = SEGMENT_BYTES,
         limit_bytes: int = LIMIT_BYTES,
+        config: bytes = b"",
         clock: Callable[[], float] | None = None,
+        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Open a new incarnation.
 
@@ -96,10 +110,9 @@ class Recorder:
             state: the engine's state before the first record.
             incarnation: id of this process's life; only names the directory.
             layers: the layer table; anything msgpack carries.
+            config: what config.json shall hold; empty for no such file.
             clock: wall clock; without one the records carry no time.
-
-        Raises:
-            OSError: the directory or the first segment cannot be made.
+            timer: seconds that only run forward; tells a slow disk.
         """
         self._run = run
         self._incarnation = incarnation
@@ -111,17 +124,30 @@ class Recorder:
         self._segment_bytes = segment_bytes
         self._limit_bytes = limit_bytes
         self._run_directory = Path(directory)
-        self.directory = self._make_directory(_SAFE.sub("_", incarnation) or "0")
+        self._name = _SAFE.sub("_", incarnation) or "0"
+        self.directory = self._run_directory / f"0000-{self._name}"  # until it is made
+        self._made = False
+        self._config = config
+        self._timer = timer
+        self._prompt = PROMPT  # calls since the last slow one
+        self._rest_until: float | None = None
         self._numbers = {SCALARS: 0, LAYERS: 0}
         self._scalars: SegmentWriter | None = None
         self._layers: SegmentWriter | None = None
         self._gap = False
         self._closed = False
         self._index = bytearray()  # of the open segment's steps, for its footer
-        self._spent = sum(size for _, size, _ in self._all_segments())
+        self._spent = 0
+        self._kept = 0  # steps in this directory
+        self.trouble = ""
+        self.lost_records = 0
         self.dropped_segments = 0
         self.written_bytes = 0
-        self._open_scalars()
+        try:
+            self._open_scalars()
+        except OSError as error:
+            self._gap = True
+            self.trouble = str(error)
 
     def step(
         self,
@@ -144,15 +170,13 @@ class Recorder:
         payload = encode_step(
             observation, decision, outcome, attempt, gate_s, at, has_columns=columns
         )
-        try:
+        with self._trying():
             if columns:
                 # Columns first: a step on disk implies that its columns are.
                 self._append_columns(encode_columns(observation.step, attempt, observation.columns))
             self._append(Kind.STEP, payload, before)
-        except OSError:
-            self._gap = True
-            raise
-        self._index += payload[:INDEX_BYTES]
+            self._index += payload[:INDEX_BYTES]
+            self._kept += 1
 
     def event(self, event: Event, state: State) -> None:
         """Record what happened at a safe point; `state` is the engine's state after note().
@@ -161,11 +185,8 @@ class Recorder:
             OSError: the disk failed; this event is missing from the trace.
         """
         before, self._state = self._state, state
-        try:
+        with self._trying():
             self._append(Kind.EVENT, codec.encode_event(event), before)
-        except OSError:
-            self._gap = True
-            raise
 
     def restate(self, state: State) -> None:
         """Start from another state after all: a restarted run has recognised its weights.
@@ -182,7 +203,11 @@ class Recorder:
             with contextlib.suppress(OSError):
                 writer.path.unlink()
                 self._numbers[SCALARS] = 0
-        self._open_scalars()
+        try:
+            self._open_scalars()
+        except OSError as error:
+            self.trouble = str(error)
+            raise
 
     def close(self) -> None:
         """Summarise, sync and close the open segments; a second call does nothing.
@@ -193,17 +218,72 @@ class Recorder:
         if self._closed:
             return
         self._closed = True
+        self._look()
         try:
             self._close_scalars(sync=True)
         finally:
             self._close_layers(sync=True)
 
+    # -- trouble -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        """One record is written, or lost and counted."""
+        began = self._timer()
+        try:
+            if self._closed:
+                raise OSError(f"the recorder of {self.directory} is closed")
+            self._check_rest(began)
+            self._look()
+            yield
+        except OSError as error:
+            self._gap = True
+            self.lost_records += 1
+            self.trouble = str(error)
+            raise
+        else:
+            self.trouble = ""
+        finally:
+            took = self._timer() - began
+            if took < SLOW_S:
+                self._prompt += self._rest_until is None
+            else:
+                if self._prompt < PROMPT:
+                    self._rest_until = began + took + min(REST * took, REST_LIMIT_S)
+                self._prompt = 0
+
+    def _check_rest(self, now: float) -> None:
+        if self._rest_until is not None:
+            if now < self._rest_until:
+                raise OSError(
+                    f"the disk is slow: it took more than {SLOW_S:g} s for one record, twice; "
+                    f"left alone for {self._rest_until - now:.0f} s"
+                )
+            self._rest_until = None
+
+    def _look(self) -> None:
+        """Writing to a file that nobody can find any more would lose everything silently."""
+        if all(w is None or not w.vanished for w in (self._scalars, self._layers)):
+            return
+        if not self.directory.is_dir():
+            self.lost_records += self._kept
+            self._kept = 0
+        elif self._scalars is not None and self._scalars.vanished:
+            steps = len(self._index) // INDEX_BYTES
+            self.lost_records += steps
+            self._kept -= steps
+        self._gap = True
+        for writer in (self._scalars, self._layers):
+            if writer is not None:
+                with contextlib.suppress(OSError):
+                    writer.close()
+        self._scalars = self._layers = None
+        self._index = bytearray()
+
     # -- segments ----------------------------------------------------------------------------
 
     def _append(self, kind: Kind, payload: bytes, before: State) -> None:
         writer = self._scalars
-        if self._closed:
-            raise OSError(f"the recorder of {self.directory} is closed")
         if writer is None or self._gap or writer.size >= self._segment_bytes:
             self._close_scalars()
             writer = self._open_scalars(before)
@@ -212,8 +292,6 @@ class Recorder:
 
     def _append_columns(self, payload: bytes) -> None:
         writer = self._layers
-        if self._closed:
-            raise OSError(f"the recorder of {self.directory} is closed")
         if writer is None or self._gap or writer.size >= self._segment_bytes:
             self._close_layers()
             writer = self._open(LAYERS, self._header(LAYERS))
@@ -243,6 +321,7 @@ class Recorder:
         )
 
     def _open(self, stream: str, header: Header) -> SegmentWriter:
+        self._begin()
         self._make_room()
         number = self._numbers[stream]
         self._numbers[stream] = number + 1  # also if it fails: a number is used once
@@ -276,6 +355,24 @@ class Recorder:
             writer.close(sync=sync)
 
     # -- space -------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """The directory, with its config.json, is there; again, if need be."""
+        if not self._made:
+            self.directory = self._make_directory(self._name)
+            self._made = True
+            self._spent = sum(size for _, size, _ in self._all_segments())
+        elif not self.directory.is_dir():
+            self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / CONFIG
+        if self._config and not path.exists():
+            # The steps matter more: without room for it the next segment tries again.
+            with contextlib.suppress(OSError):
+                try:
+                    write_durably(path, self._config)
+                except OSError:
+                    path.with_name(CONFIG + ".tmp").unlink(missing_ok=True)
+                    raise
 
     def _make_directory(self, name: str) -> Path:
         self._run_directory.mkdir(parents=True, exist_ok=True)

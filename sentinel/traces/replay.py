@@ -17,8 +17,10 @@ Errors:  TraceError for files that cannot be read at all or that another version
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from sentinel.core import engine
 from sentinel.core.errors import ProtocolError, TraceError
@@ -56,10 +58,13 @@ class ReplayReport:
         unverified: steps that could not be recomputed, see the module docstring.
         different: steps decided differently: by their bytes under the recorded policy; by action,
             rule or target under another one.
+        missing: steps that are not in the trace at all: the disk failed, or they were dropped for
+            space.
         differences: the first of them.
         state_mismatches: segments whose recorded state differs from the one carried along.
         engine_versions: of the engines that recorded the run.
         damage: what could not be read; the torn tail of a killed machine is here.
+        recorded_with: versions and commit of the last incarnation, from its config.json.
     """
 
     directory: Path
@@ -76,6 +81,8 @@ class ReplayReport:
     state_mismatches: int
     engine_versions: tuple[int, ...]
     damage: tuple[Damage, ...] = ()
+    missing: int = 0
+    recorded_with: str = ""
 
     @property
     def identical(self) -> bool:
@@ -105,6 +112,8 @@ class _Replay:
     different: int = 0
     differences: list[Difference] = field(default_factory=list)
     state_mismatches: int = 0
+    missing: int = 0
+    next_step: int | None = None
     versions: set[int] = field(default_factory=set)
     own_stats: dict[int, Stats] = field(default_factory=dict)
 
@@ -130,7 +139,11 @@ class _Replay:
         for item in self.reader.items(chapter):
             if not isinstance(item, StepRecord):
                 state = self._event(item, state, policy, same)
-            elif state is not None:
+                continue
+            if self.next_step is not None:
+                self.missing += max(item.step - self.next_step, 0)
+            self.next_step = item.step + 1
+            if state is not None:
                 state = self._step(item, state, policy, same)
             else:
                 self.unverified += 1
@@ -220,6 +233,8 @@ def replay(
     """
     reader = Reader(directory)
     run = _Replay(reader, policy, keep)
+    if reader.directory not in reader.incarnations:
+        run.next_step = 0  # the whole run: what is missing at its start counts too
     state: State | None = None
     for chapter in reader.chapters(columns=True):
         state = run.chapter(chapter, state)
@@ -238,4 +253,17 @@ def replay(
         state_mismatches=run.state_mismatches,
         engine_versions=tuple(sorted(run.versions)),
         damage=reader.damage,
+        missing=run.missing,
+        recorded_with=_recorded_with(reader.configuration()),
     )
+
+
+def _recorded_with(config: Mapping[str, Any] | None) -> str:
+    versions, code = ((config or {}).get(name) for name in ("versions", "code"))
+    told = []
+    if isinstance(versions, dict):
+        told = [f"{n} {versions[n]}" for n in ("sentinel", "torch", "python") if n in versions]
+    if isinstance(code, dict) and code.get("commit"):
+        dirty = {"True": " with changes", "False": ""}.get(str(code.get("dirty")), "")
+        told.append(f"commit {code['commit'][:12]}{dirty}")
+    return ", ".join(told)

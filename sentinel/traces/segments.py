@@ -169,6 +169,7 @@ class SegmentWriter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
         self._fd: int | None = os.open(self.path, flags, 0o644)
         self.size = 0
+        self._identity = os.fstat(self._fd)[1:3]  # inode and device
         try:
             self._write(MAGIC)
         except OSError:
@@ -201,6 +202,17 @@ class SegmentWriter:
                     os.ftruncate(self._fd, self.size)
             raise
         self.size += len(data)
+
+    @property
+    def vanished(self) -> bool:
+        """Its name leads elsewhere: it was deleted, or its disk is gone. Appending would work on.
+
+        One stat(), 1.5 us.
+        """
+        try:
+            return os.stat(self.path)[1:3] != self._identity
+        except OSError:
+            return True
 
     def close(self, *, sync: bool = False) -> None:
         """Close the file, after syncing it if asked to; a second call does nothing."""
