@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,32 @@ class _Root:
 
     value: Tensor
     members: int
+
+
+class Faint:
+    """Stands for an observer in the process-wide taps, which must not keep a run alive."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = weakref.ref(observer)
+
+    def before_backward(self) -> Mark | None:
+        """Loss tap."""
+        observer = self._observer()
+        return None if observer is None else observer.before_backward()
+
+    def after_backward(self, roots: Sequence[Tensor], mark: Mark | None) -> None:
+        """Loss tap."""
+        observer = self._observer()
+        if observer is not None:
+            observer.after_backward(roots, mark)
+
+    def on_clip(
+        self, parameters: Sequence[Tensor], grads: Sequence[Tensor], norms: Tensor | None
+    ) -> None:
+        """Clip tap."""
+        observer = self._observer()
+        if observer is not None:
+            observer.on_clip(parameters, grads, norms)
 
 
 class Observer:

@@ -25,10 +25,12 @@ Errors:  from attach() on nothing of ours raises into the loop (guard.py), excep
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import logging
 import math
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -70,7 +72,7 @@ from sentinel_hooks.guard import Guard
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.ledger_file import Keeper, Resumed, fingerprint
 from sentinel_hooks.link import EmbeddedLink, Link
-from sentinel_hooks.observe import Observer
+from sentinel_hooks.observe import Faint, Observer
 from sentinel_hooks.scaling import kernel_will_drop, scaler_dropped
 from sentinel_hooks.seams.clip_tap import CLIP_TAP
 from sentinel_hooks.seams.gate import Gate, ScalerTap, StepPlan
@@ -205,6 +207,7 @@ class Session:
         self._plan = _PROCEED
         self._last: Decision | None = None
         self._steps = 0  # decided
+        self._home = 0  # the thread that trains
         self._done: set[int] = set()  # optimizers that stepped in it
         self._stepped = [0] * len(target.optimizers)  # ... and when each did last
         self._gates_since_update = 0
@@ -234,11 +237,11 @@ class Session:
             else None
         )
         self._forward_tap = ForwardTap(target.models, self)
-        LOSS_TAP.subscribe(self._observer)
-        CLIP_TAP.subscribe(self._observer)
+        self._faint = Faint(self._observer)
+        LOSS_TAP.subscribe(self._faint)
+        CLIP_TAP.subscribe(self._faint)
         _attached.update(target.optimizers)
         _sessions.add(self)
-        atexit.register(self._at_exit)
 
     # ---------------------------------------------------------------- copies and forks
 
@@ -258,7 +261,12 @@ class Session:
         self._detached = True
         self._open = self._recorder = self._restore_due = None
         self._link = EmbeddedLink(self.policy)
-        atexit.unregister(self._at_exit)
+
+    def __del__(self) -> None:
+        """The user let go of model, optimizer and session: so do we."""
+        if not getattr(self, "_detached", True) and hasattr(self, "_faint"):
+            with contextlib.suppress(Exception):
+                self.detach()
 
     # ---------------------------------------------------------------- for the user
 
@@ -281,7 +289,9 @@ class Session:
     @property
     def state(self) -> State:
         """The engine's state, with the last step settled."""
-        if self._open is not None and self._open.complete:
+        if self._open is None or not self._open.complete:
+            return self._state
+        if self._home == threading.get_ident():  # elsewhere it could be settled twice
             self._guard.run("settle", self._settle)
         return self._state
 
@@ -355,14 +365,13 @@ class Session:
             return
         self._guard.run("settle", self._settle)
         self._detached = True
-        atexit.unregister(self._at_exit)
         for gate in self._gates:
             self._guard.run("detach", gate.remove)
         if self._scaler_tap is not None:
             self._guard.run("detach", self._scaler_tap.remove)
         self._guard.run("detach", self._forward_tap.remove)
-        LOSS_TAP.unsubscribe(self._observer)
-        CLIP_TAP.unsubscribe(self._observer)
+        LOSS_TAP.unsubscribe(self._faint)
+        CLIP_TAP.unsubscribe(self._faint)
         if self._canary is not None:
             self._guard.run("detach", self._canary.remove)
         for optimizer in self._target.optimizers:
@@ -465,6 +474,7 @@ class Session:
 
     def _decide(self, began: float, me: int) -> None:
         """Observe, decide, and open the step."""
+        self._home = threading.get_ident()
         self._steps += 1
         self._unseen = 0 if self._forwards else self._unseen + 1
         self._forwards_usual = max(self._forwards_usual, self._forwards)
@@ -949,7 +959,8 @@ class Session:
         finally:
             self._keeper.close()
 
-    def _at_exit(self) -> None:
+    def at_exit(self) -> None:
+        """The interpreter ends: close what is open, and leave the hooks."""
         if not self._detached:
             self._guard.run("settle", self._settle)
             self._detached = True
@@ -1047,6 +1058,12 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+@atexit.register
+def _close_all() -> None:
+    for session in list(_sessions):
+        session.at_exit()
 
 
 def _keep_batch(canary: Canary, decision: Decision, loss: float | None) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +209,64 @@ def test_detach_leaves_the_objects_as_they_were(tmp_path: Path) -> None:
     plain.step()
     assert shape(watched) == shape(plain)
     assert "sentinel" not in torch.autograd.backward.__code__.co_filename
+
+
+def test_runs_that_nobody_detached_die_with_their_models(tmp_path: Path) -> None:
+    """A sweep in a notebook: each trial attaches, and forgets about it."""
+    backward = torch.autograd.backward
+    models, folders = [], []
+    for trial in range(3):
+        pair = Pair()
+        session = pair.attach(tmp_path, run_id=f"trial-{trial}")
+        for _ in range(3):
+            pair.step()
+        models.append(weakref.ref(pair.model))
+        folders.append(session.directory)
+    del pair, session
+    gc.collect()
+    assert [model() for model in models] == [None] * 3
+    assert torch.autograd.backward is backward
+    for folder in folders:  # ... and their traces are complete
+        reader = Reader(folder)
+        assert [s.step for s in reader.steps()] == [0, 1, 2]
+        assert reader.damage == ()
+
+
+def test_a_session_that_the_user_dropped_watches_as_long_as_its_model_lives(
+    tmp_path: Path,
+) -> None:
+    pair = Pair()
+    pair.attach(tmp_path, run_id="kept")
+    gc.collect()
+    for _ in range(3):
+        pair.step()
+    del pair
+    gc.collect()
+    assert [s.step for s in Reader(tmp_path / "kept").steps()] == [0, 1, 2]
+
+
+def test_status_may_be_asked_from_another_thread(tmp_path: Path) -> None:
+    pair = Pair()
+    session = pair.attach(tmp_path)
+    errors: list[str] = []
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            try:
+                str(session.status())
+            except Exception as error:
+                errors.append(repr(error))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for _ in range(150):
+        pair.step()
+    done.set()
+    thread.join()
+    assert errors == []
+    session.detach()
+    assert [s.step for s in Reader(session.directory).steps()] == list(range(150))
 
 
 # ---------------------------------------------------------------- children and forks

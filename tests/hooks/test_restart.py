@@ -118,10 +118,7 @@ class Process:
 
     def die(self) -> None:
         """As a killed process ends: nothing of ours runs any more."""
-        import atexit
-
         session = self.session
-        atexit.unregister(session._at_exit)
         session._keeper._enabled = False
         session._disk.enabled = False
         session._recorder = None

@@ -111,7 +111,7 @@ class RamStore:
     def size_bytes(self) -> int:
         """Host memory held, the spare buffers included."""
         spare = self._spare.size_bytes if self._spare is not None else 0
-        return spare + sum(image.size_bytes for image in self._images.values())
+        return spare + sum(image.size_bytes for image in list(self._images.values()))
 
     @torch.no_grad()
     def take(self, step: int, stats: Stats) -> int:
