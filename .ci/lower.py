@@ -19,8 +19,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ENV = ROOT / ".venv-lower"
-# torch 2.6's SequentialLR calls a deprecated signature of its own; newer ones do not.
-TORCHS_OWN = "ignore:The epoch parameter in `scheduler.step:UserWarning"
+# Warnings of torch 2.6 about itself: SequentialLR calls a deprecated signature, and
+# torch.distributed.checkpoint a deprecated storage. Newer ones do not.
+TORCHS_OWN = (
+    "-Wignore:The epoch parameter in `scheduler.step:UserWarning",
+    "-Wignore:TypedStorage is deprecated:UserWarning",
+)
 RUNNERS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "httpx")
 
 
@@ -74,7 +78,7 @@ def main() -> int:
         marks = f"({marks}) and not torch"
         tests += [f"--ignore={path}" for path in needing_torch()]
     run = subprocess.run(
-        [python, "-m", "pytest", "-q", "-n", "2", "-W", TORCHS_OWN, "-m", marks, *tests],
+        [python, "-m", "pytest", "-q", "-n", "2", *TORCHS_OWN, "-m", marks, *tests],
         cwd=ROOT,
     )
     if not with_torch:
