@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sentinel.traces.snapshots import Health, list_snapshots
-from tests.support import require
+from tests.support import mounts
 
 torch = pytest.importorskip("torch")
 
@@ -29,18 +28,8 @@ BOTH = Snapshots(disk_share=1.0)
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Path]:
     """A small file system of its own."""
-    place = tmp_path / "mounted"
-    place.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True
-    )
-    require(done.returncode == 0, "the right to mount a file system")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def remount(place: Path, how: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{how}", str(place)], check=True)
+    with mounts.small_disk(tmp_path / "mounted") as place:
+        yield place
 
 
 def run(loop: Loop, steps: int) -> None:
@@ -62,10 +51,7 @@ def test_a_full_disk_harms_no_step_and_heals_when_there_is_room(
     # Room is looked for beforehand; here it goes in the middle of the save.
     monkeypatch.setattr(disk_tier.DiskStore, "_make_room", lambda self, need: None)
     loop = Loop(mounted, snapshots=BOTH)
-    filler = mounted / "filler"
-    with open(filler, "wb") as file:
-        free = shutil.disk_usage(mounted).free
-        file.write(b"\0" * (free - 40_960))
+    filler = mounts.fill(mounted, leave=40_960)
     run(loop, 30)
     text = str(loop.session.status())
     assert "blind spot: no snapshot reaches the disk:" in text
@@ -85,13 +71,13 @@ def test_a_full_disk_harms_no_step_and_heals_when_there_is_room(
 
 
 def test_a_read_only_disk_harms_no_step_and_heals(mounted: Path, tmp_path: Path) -> None:
-    remount(mounted, "ro")
+    mounts.remount(mounted, "ro")
     loop = Loop(mounted, snapshots=BOTH)
     run(loop, 30)
     text = str(loop.session.status())
     assert "no snapshot reaches the disk: Read-only file system" in text
     assert "the trace has holes: [Errno 30] Read-only file system" in text
-    remount(mounted, "rw")
+    mounts.remount(mounted, "rw")
     run(loop, 20)
     assert loop.session.status().on_disk
     assert "reaches the disk" not in str(loop.session.status())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -48,6 +49,7 @@ from sentinel.traces.summary import (
     summarise,
 )
 from sentinel.wire import codec
+from tests.support import FakeClock
 from tests.support.long_runs import write_run
 
 POLICY = Policy()
@@ -466,6 +468,114 @@ def test_a_full_disk_raises_and_recording_resumes_in_a_fresh_segment(
     assert last.header.after_gap
     assert not last.contiguous
     assert codec.decode_state(last.header.state) == state_at(20)
+
+
+def test_a_recorder_that_cannot_begin_says_why_and_begins_later(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    place.write_text("a file where the directory should be")
+    recorder = new_recorder(place, config=b"{}")
+    assert "File exists" in recorder.trouble
+    for step in range(5):
+        with pytest.raises(OSError, match="File exists"):
+            record(recorder, step, step + 1)
+    assert recorder.lost_records == 5
+    place.unlink()
+    record(recorder, 5, 10)
+    assert recorder.trouble == ""
+    assert recorder.lost_records == 5
+    recorder.close()
+    reader = Reader(place)
+    assert [r.step for r in reader.steps()] == list(range(5, 10))
+    (chapter,) = reader.chapters()
+    assert chapter.header is not None
+    assert chapter.header.after_gap
+    assert codec.decode_state(chapter.header.state) == state_at(5)
+    assert reader.configuration() == {}
+
+
+@pytest.mark.parametrize("what", ["everything", "the open segment", "the columns"])
+def test_files_that_vanish_are_noticed_at_the_next_record(tmp_path: Path, what: str) -> None:
+    recorder = new_recorder(tmp_path / "r", segment_bytes=8000, config=b"{}")
+    record(recorder, 0, 100, columns=True)
+    opened = [list_segments(recorder.directory, s)[-1][1] for s in ("scalars", "layers")]
+    first = next(iter(read_segment(opened[0]).frames[1:]))
+    start = int(np.frombuffer(first.payload[:8], "<i8")[0])
+    if what == "everything":
+        shutil.rmtree(tmp_path / "r")
+    else:
+        opened[what == "the columns"].unlink()
+    record(recorder, 100, 150, columns=True)
+    recorder.close()
+    reader = Reader(tmp_path / "r")
+    gone = {"everything": range(100), "the open segment": range(start, 100), "the columns": ()}
+    assert recorder.lost_records == len(gone[what])
+    assert [r.step for r in reader.steps()] == sorted({*range(150)} - {*gone[what]})
+    assert [c.header.after_gap for c in reader.chapters() if c.header].count(True) == 1
+    assert reader.configuration() == {}
+    with_columns = [r.step for r in reader.steps(columns=True) if r.observation.columns]
+    assert set(range(100, 150)) <= set(with_columns)
+
+
+def test_without_room_for_the_configuration_the_steps_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = True
+
+    def write(path: Path, data: bytes) -> None:
+        path.with_name(path.name + ".tmp").write_bytes(b"half")
+        if full:
+            raise OSError(28, "No space left on device")
+        path.with_name(path.name + ".tmp").replace(path)
+
+    monkeypatch.setattr(recorder_module, "write_durably", write)
+    recorder = new_recorder(tmp_path, segment_bytes=3000, config=b"{}")
+    record(recorder, 0, 3)
+    assert Reader(tmp_path).configuration() is None
+    assert not list(tmp_path.rglob("*.tmp"))
+    full = False
+    record(recorder, 3, 40)
+    recorder.close()
+    assert list(recorder.directory.glob("config.json"))
+    assert [r.step for r in Reader(tmp_path).steps()] == list(range(40))
+
+
+def test_a_disk_that_is_slow_again_and_again_is_left_alone_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, slow = FakeClock(), 0.0
+    real = os.write
+
+    def write(fd: int, data: bytes) -> int:
+        clock.advance(slow)
+        return real(fd, data)
+
+    monkeypatch.setattr(segments.os, "write", write)
+    recorder = new_recorder(tmp_path, timer=clock)
+    record(recorder, 0, 10)
+    slow = 3.0
+    record(recorder, 10, 11)  # once is no reason
+    slow = 0.0
+    record(recorder, 11, 20)
+    slow = 3.0
+    record(recorder, 20, 21)
+    before = clock.now
+    for step in range(21, 500):
+        with pytest.raises(OSError, match=r"the disk is slow: .* left alone for \d+ s"):
+            record(recorder, step, step + 1)
+        clock.advance(0.1)
+    assert recorder.lost_records == 479
+    assert clock.now - before < 60, "none of these touched the disk"
+    clock.advance(60)
+    slow = 3.0
+    record(recorder, 500, 501)  # tried again, and slow still
+    with pytest.raises(OSError, match="left alone"):
+        record(recorder, 501, 502)
+    clock.advance(10_000)
+    slow = 0.0
+    record(recorder, 502, 510)
+    recorder.close()
+    got = [r.step for r in Reader(tmp_path).steps()]
+    assert got == [*range(21), 500, *range(502, 510)]
 
 
 def test_the_oldest_columns_are_dropped_first_when_space_runs_out(tmp_path: Path) -> None:
