@@ -11,6 +11,7 @@ Errors:  AttachError or ConfigError, before anything of the user's was touched.
 from __future__ import annotations
 
 import datetime as dt
+import gc
 import inspect
 import logging
 import os
@@ -257,6 +258,9 @@ def _run_id(given: Any) -> tuple[str, bool]:
 def _claim(directory: Path, run: str) -> Claim:
     """Raises AttachError: another live process trains this run."""
     claim = Claim(directory)
+    if claim.holder:
+        gc.collect()  # a session that nobody holds any more has let go by now
+        claim = Claim(directory)
     if claim.holder:
         raise AttachError(
             f"run {run} is being trained by {claim.holder}; end it (or detach() its session) "

@@ -372,6 +372,27 @@ def test_the_second_attach_says_which_optimizer_and_the_first_goes_on(tmp_path: 
         assert session.state.step == 1
 
 
+def test_two_sessions_do_not_share_a_run(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    given = {"sidecar": None, "run_dir": tmp_path, "run_id": "r7"}
+    with sentinel.attach(model=world.model, optimizer=world.optimizer, **given):
+        with pytest.raises(AttachError) as caught:
+            sentinel.attach(model=world.other, optimizer=world.other_optimizer, **given)
+        assert str(caught.value) == (
+            "run r7 is being trained by another session in this process; end it (or detach() its "
+            "session) first, or give this one another run_id"
+        )
+        given["run_id"] = "r8"
+        sentinel.attach(model=world.other, optimizer=world.other_optimizer, **given).detach()
+    given["run_id"] = "r7"
+    del world
+    world = World(tmp_path)  # forgotten, not detached: its id is free again
+    sentinel.attach(model=world.model, optimizer=world.optimizer, **given)
+    del world
+    world = World(tmp_path)
+    sentinel.attach(model=world.model, optimizer=world.optimizer, **given).detach()
+
+
 # ---------------------------------------------------------------- settings
 
 
