@@ -510,11 +510,15 @@ class Session:
             self._guard.run("canary", _keep_batch, canary, decision, canary_loss)
         executed = decision.action
         self._each = False
+        # With a loss far above its baseline it is no routine: nothing of such a step is applied.
+        calm = not decision.readings.spike_score > self.policy.spike.z_stay
         if executed is Action.SKIP_STEP and _routine_overflow(observation):
             if any(kernel_will_drop(self._target.optimizers[m]) for m in members):
-                executed = Action.PROCEED  # the scaler's business: it drops the step by itself
+                if calm or len(members) == 1:
+                    executed = Action.PROCEED  # the scaler's business: it drops the step by itself
             elif (
-                self._target.live_scaler is not None
+                calm
+                and self._target.live_scaler is not None
                 and len(members) > 1
                 and not self._observer.late_nonfinite(me)
             ):
