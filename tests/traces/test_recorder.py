@@ -291,7 +291,7 @@ def test_the_curve_of_a_million_steps_is_there_at_once(
     took = time.process_time() - began
     assert len(curve.step) == 1_000_000
     assert len(reader.parsed) == 1
-    assert took < 5.0  # 0.3 s idle (make bench); parsing every record would take minutes
+    assert took < 5.0  # a wide margin: `make bench` has the figure, `parsed` is the proof
     assert_equal_curves(curve, curve_by_parsing(tmp_path, monkeypatch))
     assert np.isnan(curve.loss).sum() > 100
     assert (~curve.loss_measured).sum() > 100
