@@ -142,7 +142,8 @@ def plain(value: Any, depth: int = 0) -> Any:
             pairs = list(value.items())[:_ITEMS]
             return {str(k)[:_TEXT]: plain(v, depth + 1) for k, v in pairs}
         if isinstance(value, list | tuple | set | frozenset):
-            return [plain(v, depth + 1) for v in list(value)[:_ITEMS]]
+            shown = [plain(v, depth + 1) for v in list(value)[:_ITEMS]]
+            return shown if len(value) <= _ITEMS else [*shown, f"and {len(value) - _ITEMS} more"]
     if isinstance(value, torch.dtype | torch.device):
         return str(value)
     return _kind(value)
@@ -247,7 +248,11 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _stateful(thing: Any) -> dict[str, Any]:
-    return {"class": _kind(thing), "state": _told(thing.state_dict)}
+    try:
+        state = thing.state_dict()
+    except Exception as error:  # noqa: BLE001  the class at least is told
+        state = {"error": _why(error)}
+    return {"class": _kind(thing), "state": state}
 
 
 def _main_directory() -> Path:

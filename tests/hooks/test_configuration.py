@@ -91,7 +91,14 @@ def test_what_json_has_not_is_named_and_does_not_stop_the_rest() -> None:
         def state_dict(self) -> dict[str, Any]:
             loop: list[Any] = []
             loop.append(loop)
-            return {"nan": float("nan"), "big": 2**70, "f": len, "loop": loop, 3: torch.ones(2, 2)}
+            return {
+                "nan": float("nan"),
+                "big": 2**70,
+                "f": len,
+                "loop": loop,
+                "list": list(range(2000)),
+                3: torch.ones(2, 2),
+            }
 
     record = described(schedulers=(Broken(), Odd()))
     assert record["schedulers"][0]["state"] == {"error": "RuntimeError: not now"}
@@ -99,6 +106,7 @@ def test_what_json_has_not_is_named_and_does_not_stop_the_rest() -> None:
     assert state["nan"] == "nan"
     assert state["big"] == str(2**70)
     assert state["f"] == "builtins.len"
+    assert state["list"][-2:] == [999, "and 1000 more"]
     assert state["3"] == "tensor (2, 2) torch.float32"
     assert record["models"][0]["parameters"] == 620
 
