@@ -208,6 +208,7 @@ def test_damage_in_the_middle_costs_one_segment_and_replay_goes_on_after_it(copy
     assert report.identical
     assert 0 < left < steps[1]
     assert report.steps == STEPS - steps[1] + left
+    assert report.missing == steps[1] - left
     assert [d.path for d in report.damage] == [paths[1]]
 
 
@@ -219,6 +220,8 @@ def test_replay_starts_at_any_segment(copy: Path) -> None:
     report = replay(copy)
     assert report.identical
     assert report.steps == STEPS - gone
+    assert report.missing == gone
+    assert replay(next(copy.iterdir())).missing == 0, "one incarnation may start anywhere"
 
 
 def test_a_missing_segment_is_no_difference(copy: Path) -> None:
@@ -227,7 +230,7 @@ def test_a_missing_segment_is_no_difference(copy: Path) -> None:
     paths[1].unlink()
     report = replay(copy)
     assert report.identical
-    assert (report.steps, report.unverified) == (STEPS - gone, 0)
+    assert (report.steps, report.unverified, report.missing) == (STEPS - gone, 0, gone)
 
 
 def test_steps_whose_columns_are_lost_are_not_claimed_to_be_verified(tmp_path: Path) -> None:
@@ -388,3 +391,32 @@ def test_the_command_explains_a_wrong_place_and_a_wrong_policy(
     assert "holds no trace" in capsys.readouterr().err
     assert command(str(tmp_path), "--policy", str(tmp_path / "none.toml")) == 2
     assert "policy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("dirty", "told"), [(True, "0123456789ab with changes"), (False, "0123456789ab"), (None, "ab")]
+)
+def test_the_command_says_what_recorded_the_run_and_what_is_missing(
+    copy: Path, capsys: pytest.CaptureFixture[str], dirty: bool | None, told: str
+) -> None:
+    assert command(str(copy)) == 0
+    said = capsys.readouterr().out
+    assert "recorded with" not in said
+    assert "missing" not in said
+    paths = scalars(copy)
+    gone = sum(f.kind is Kind.STEP for f in read_segment(paths[1]).frames)
+    paths[1].unlink()
+    versions = {"sentinel": "0.1.0", "torch": "2.6.0", "python": "3.11.7", "numpy": "2.0"}
+    code = {"commit": "0123456789abcdef", "dirty": dirty}
+    config = paths[0].with_name("config.json")
+    config.write_text(json.dumps({"versions": versions, "code": code}))
+    assert command(str(copy)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == (
+        "recorded with sentinel 0.1.0, torch 2.6.0, python 3.11.7, "
+        f"commit {'0123456789' if dirty is None else ''}{told} (config.json has the rest)"
+    )
+    assert lines[2] == f"missing: {gone} steps are not in the trace"
+    config.write_text("[1, 2")
+    assert command(str(copy)) == 0
+    assert "recorded with" not in capsys.readouterr().out
