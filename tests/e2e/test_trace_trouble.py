@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sentinel.traces import recorder as recorder_module
 from sentinel.traces.reader import Reader
 from sentinel.traces.replay import replay
 from tests.support import mounts
@@ -150,3 +152,30 @@ def test_a_disk_that_is_unmounted_and_comes_back_is_found_again(tmp_path: Path) 
         assert curve.step.tolist() == list(range(29, 40))
         assert replay(place / "r7").identical
     assert Reader(place / "r7").curve().step.tolist() == list(range(19, 29))
+
+
+@pytest.mark.slow
+def test_a_disk_that_hangs_twice_is_left_alone_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "SLOW_S", 0.5)
+    monkeypatch.setattr(recorder_module, "REST", 3.0)
+    with mounts.real_disk(tmp_path / "disk", tmp_path / "image") as place:
+        loop = watched(place)
+        for begin in (19, 27):  # the records of 18 and 26 hang; no ledger is written there
+            run(loop, begin - loop.session.state.step)
+            thaw = mounts.freeze(place, 0.8)
+            loop.step()
+            loop.step()
+            thaw.join()
+        run(loop, 11)
+        assert "the trace has holes: the disk is slow: it took more than 0.5 s" in holes(loop)
+        time.sleep(3.0)
+        run(loop, 10)
+        assert "records are missing" in holes(loop)
+        assert_unharmed(loop, 50, tmp_path)
+        loop.session.detach()
+        steps = Reader(place / "r7").curve().step.tolist()
+        assert steps == [*range(27), *range(steps[27], 50)], "what hung is there all the same"
+        assert 38 < steps[27] < 42
+        assert_replays_with_a_hole(place, 50 - len(steps), 49)

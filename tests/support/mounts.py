@@ -1,10 +1,11 @@
-"""File systems of their own, so that a disk can fill up, turn read-only or go for real."""
+"""File systems of their own, so that a disk can fill up, turn read-only, hang or go for real."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,3 +50,31 @@ def fill(place: Path, *, leave: int = 0) -> Path:
                 left -= file.write(b"\0" * min(left, 1 << 16))
                 file.flush()
     return filler
+
+
+@contextlib.contextmanager
+def real_disk(place: Path, image: Path) -> Iterator[Path]:
+    """An ext4 in the file `image`, mounted at `place`: one that can be frozen."""
+    place.mkdir(exist_ok=True)
+    with open(image, "wb") as file:
+        file.truncate(16 << 20)
+    made = False
+    with contextlib.suppress(FileNotFoundError):
+        for command in (
+            ["mkfs.ext4", "-q", "-F", str(image)],
+            ["mount", "-o", "loop", str(image), str(place)],
+        ):
+            made = subprocess.run(command, capture_output=True).returncode == 0
+    require(made and shutil.which("fsfreeze"), "the right to mount a file as a disk")
+    try:
+        yield place
+    finally:
+        unmount(place)
+
+
+def freeze(place: Path, seconds: float) -> threading.Timer:
+    """Whoever writes there waits so long; join() what is returned."""
+    subprocess.run(["fsfreeze", "-f", str(place)], check=True)
+    thaw = threading.Timer(seconds, subprocess.run, [["fsfreeze", "-u", str(place)]])
+    thaw.start()
+    return thaw
