@@ -33,7 +33,7 @@ from sentinel_hooks.errors import AttachError
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.ledger_file import Claim, Keeper
 from sentinel_hooks.link import make_link
-from sentinel_hooks.session import Session, is_attached
+from sentinel_hooks.session import PAUSE_FILE, Session, is_attached
 from sentinel_hooks.signals import Signals
 from sentinel_hooks.snapshots import Snapshots
 from sentinel_hooks.status import BlindSpot
@@ -227,7 +227,10 @@ def _directory(run_dir: Any) -> Path:
             f"run_dir must be the path of a folder, got {run_dir!r}; for the current one give "
             "'.', to write no trace record=False"
         )
-    return Path(run_dir)
+    try:
+        return Path(run_dir).absolute()  # the loop may change the current folder later
+    except OSError:  # the current one is gone: what cannot be written says so by itself
+        return Path(run_dir)
 
 
 def _run_id(given: Any) -> tuple[str, bool]:
@@ -251,6 +254,11 @@ def _run_id(given: Any) -> tuple[str, bool]:
         raise AttachError(
             f"{source} must be usable as a directory name: 1 to {RUN_ID_BYTES} bytes, printable, "
             f"without / and \\, got {run!r}; leave it out for a new one"
+        )
+    if run == PAUSE_FILE:
+        raise AttachError(
+            f"{source} must not be {run!r}: whatever has that name in run_dir pauses every run "
+            "there; give this one another id"
         )
     return run, True
 

@@ -81,6 +81,10 @@ A_RUN = (
     "{} must be usable as a directory name: 1 to 200 bytes, printable, without / and \\, got {!r}; "
     "leave it out for a new one"
 )
+A_PAUSE = (
+    "run_id must not be 'PAUSE': whatever has that name in run_dir pauses every run there; give "
+    "this one another id"
+)
 A_FOLDER = (
     "run_dir must be the path of a folder, got {!r}; for the current one give '.', to write no "
     "trace record=False"
@@ -306,6 +310,7 @@ ATTACH: dict[str, Case] = {
     "run_id the parent": (lambda w: {"run_id": ".."}, A_RUN.format("run_id", "..")),
     "run_id a number": (lambda w: {"run_id": 7}, A_RUN.format("run_id", 7)),
     "run_id empty": (lambda w: {"run_id": ""}, A_RUN.format("run_id", "")),
+    "run_id of the pause": (lambda w: {"run_id": "PAUSE"}, A_PAUSE),
     "run_id of two lines": (lambda w: {"run_id": "a\nb"}, A_RUN.format("run_id", "a\nb")),
     "run_id too long": (lambda w: {"run_id": "é" * 101}, A_RUN.format("run_id", "é" * 101)),
     "run_id no text": (lambda w: {"run_id": "a\udcffb"}, A_RUN.format("run_id", "a\udcffb")),

@@ -754,6 +754,28 @@ def test_observing_notes_what_it_would_do_and_does_nothing(tmp_path: Path) -> No
     assert "would have acted: 1" in str(status)
 
 
+def test_a_run_stays_in_its_folder_when_the_loop_changes_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with sentinel_hooks.attach(
+        model=model, optimizer=optimizer, sidecar=None, run_dir="runs", run_id="r7"
+    ) as session:
+        for step in range(12):
+            if step == 4:
+                monkeypatch.chdir(tmp_path / "there")
+            optimizer.zero_grad()
+            model(torch.randn(4, 4)).square().mean().backward()
+            optimizer.step()
+        assert session.status().blind_spots == ()
+    assert list((tmp_path / "there").iterdir()) == []
+    assert len(Reader(tmp_path / "here" / "runs" / "r7").curve().loss) == 12
+
+
 def test_a_pause_file_pauses_and_its_removal_resumes(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.step()
