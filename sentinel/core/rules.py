@@ -560,8 +560,11 @@ def _num(value: float | None) -> str:
 
 def _spike_text(judged: Judged) -> str:
     reading = judged.spike
-    if reading.level >= 3 or reading.baseline is None:
-        return "the loss is not finite" if reading.level >= 3 else "the loss is far above"
+    if reading.level >= 3:
+        what = "loss" if "loss" in judged.nonfinite else "gradient norm"
+        return f"the {what} is not finite"
+    if reading.baseline is None:
+        return "the loss is far above"
     return f"the loss is {reading.score:.1f} std above the expected {reading.baseline:.4g}"
 
 

@@ -446,6 +446,15 @@ def test_one_snapshot_well_before_the_newest_is_kept() -> None:
     assert len(steps) <= 4
 
 
+def test_a_rollback_names_what_was_not_finite() -> None:
+    run = Run()
+    run.calm(60)
+    for _ in range(4):
+        decision = run.step(40.0, math.inf)
+    assert decision.action is Action.ROLLBACK
+    assert decision.reason == "spike step 4 of this incident: the gradient norm is not finite"
+
+
 def test_a_step_out_of_order_is_refused_with_both_numbers() -> None:
     run = Run()
     with pytest.raises(StateError, match=r"next step \(0\), got 7"):
