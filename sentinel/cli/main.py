@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from sentinel import __version__
 from sentinel.cli import replay, resume, snapshots
-from sentinel.client import TOKEN_VARIABLE, Client
+from sentinel.client import TOKEN_VARIABLE, Client, MissError
 from sentinel.core.errors import SentinelError
 from sentinel.core.policy import SHIPPED, Policy
 from sentinel.wire import codec
@@ -156,6 +156,15 @@ def status(options: argparse.Namespace) -> int:
     path = "/v1/runs" + (f"/{quote(options.name, safe='')}" if options.name else "")
     try:
         data: dict[str, Any] = json.loads(client.get(path, deadline_s=STATUS_DEADLINE_S))
+    except MissError as error:
+        if error.reason == "unreachable":
+            print(
+                f"sentinel: no sidecar answers at {error}; start one (sentinel serve) or name "
+                f"another (--sidecar URL, ${SIDECAR_VARIABLE})",
+                file=sys.stderr,
+            )
+            return 1
+        raise
     finally:
         client.close()
     if options.json or options.name:

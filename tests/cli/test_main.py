@@ -88,7 +88,9 @@ def test_status_of_a_sidecar_that_is_not_there_is_an_error(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     assert cli.main(["status", "--sidecar", f"http://127.0.0.1:{port}"]) == 1
-    assert "sentinel: http://127.0.0.1" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"sentinel: no sidecar answers at http://127.0.0.1:{port}: " in said
+    assert "start one (sentinel serve) or name another (--sidecar URL, $SENTINEL_SIDECAR)" in said
 
 
 def test_a_port_that_is_none_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
