@@ -82,6 +82,7 @@ from sentinel_hooks.signals import Signals
 from sentinel_hooks.snapshots import Snapshots
 from sentinel_hooks.snapshots.disk import Adopted, DiskStore, Failed
 from sentinel_hooks.snapshots.ram import NotReadyError, RamStore, SnapshotError
+from sentinel_hooks.snapshots.running import RunningStats
 from sentinel_hooks.status import BlindSpot, Status
 from sentinel_hooks.target import Target
 
@@ -184,6 +185,8 @@ class Session:
             norm_fn=norm_fn,
         )
         self._store = RamStore(target, snapshots)
+        self._running = RunningStats(target.models)
+        self._running_of = -1  # the step before which they were kept
         self._disk = DiskStore(
             target,
             snapshots,
@@ -378,6 +381,7 @@ class Session:
             _attached.discard(optimizer)
         self._guard.run("snapshot", self._close_disk)
         self._store.clear()
+        self._running.clear()
         self._observer.used()
         self._close()
 
@@ -526,6 +530,8 @@ class Session:
                 # as it does unattached. Should it come all the same, it is looked at by itself.
                 executed, self._each = Action.PROCEED, True
         held = executed is not Action.PROCEED
+        if held and self._running_of == observation.step:
+            self._guard.run("act", self._running.put_back)
         halt = decision.reason if executed is Action.HALT else ""
         self._plan = StepPlan(hold=held, lr_factor=decision.lr_factor, halt=halt)
         self._open = _OpenStep(observation, decision, source, executed, self._clock() - began)
@@ -642,6 +648,8 @@ class Session:
             return
         self._safe_done = True
         self._safe_point()
+        self._running.keep()
+        self._running_of = self._state.step
 
     def _safe_point(self) -> None:
         """Between two steps: nothing of the last is pending, nothing of the next has begun."""
