@@ -90,6 +90,7 @@ logger = logging.getLogger(__name__)
 
 DORMANT = 16
 PAUSE_FILE = "PAUSE"  # in run_dir or the run's own directory: automation is paused while it exists
+LOOK_EVERY = 64  # steps, or forwards without one, between two looks for blind spots to log
 PAUSE_EVERY = 8  # steps between two looks for it
 # What may fail again and again without the protection being gone.
 TOLERATED = frozenset(
@@ -215,6 +216,7 @@ class Session:
         self._stepped = [0] * len(target.optimizers)  # ... and when each did last
         self._gates_since_update = 0
         self._late_skips = 0
+        self._told: set[str] = set()  # kinds of blind spot that were logged
         self._each = False  # members of the open step may be non-finite one by one
         # The safe point.
         self._safe_done = False
@@ -400,6 +402,8 @@ class Session:
         if not self._awake() or torch._C._current_graph_task_id() != -1:
             return  # the second: recomputed inside a backward pass
         self._forwards += 1
+        if self._forwards % LOOK_EVERY == 0:
+            self._guard.run("status", self._tell_blind_spots)
         self._masked_run("safe_point", self._maybe_safe_point)
         self._observer.rows = _rows(args, kwargs)
         if self._canary is not None:
@@ -480,6 +484,8 @@ class Session:
         """Observe, decide, and open the step."""
         self._home = threading.get_ident()
         self._steps += 1
+        if self._steps % LOOK_EVERY == 0:
+            self._guard.run("status", self._tell_blind_spots)
         self._unseen = 0 if self._forwards else self._unseen + 1
         self._forwards_usual = max(self._forwards_usual, self._forwards)
         self._forwards = 0
@@ -535,7 +541,9 @@ class Session:
         halt = decision.reason if executed is Action.HALT else ""
         self._plan = StepPlan(hold=held, lr_factor=decision.lr_factor, halt=halt)
         self._open = _OpenStep(observation, decision, source, executed, self._clock() - began)
-        if held:
+        in_a_row = self._state.ledger.skip_run + 1
+        # Of a long row of skips the 1st, 2nd, 4th, 8th ... is told: it may go on for days.
+        if held and (executed is not Action.SKIP_STEP or in_a_row & (in_a_row - 1) == 0):
             logger.warning(
                 "%s run=%s step=%s rule=%s reason=%s",
                 executed.name.lower(),
@@ -1005,6 +1013,20 @@ class Session:
                 "baselines are warming up; non-finite gradients and losses are already acted on"
             )
         return protection, "every rule has its baseline"
+
+    def _tell_blind_spots(self) -> None:
+        """Each kind of blind spot is logged once: who never asks for the status shall know too."""
+        for spot in self._blind_spots():
+            kind = "".join(c for c in spot.what if not c.isdigit())
+            if kind not in self._told:
+                self._told.add(kind)
+                logger.warning(
+                    "blind spot run=%s step=%s what=%s way_out=%s",
+                    self.run_id,
+                    self._state.step,
+                    spot.what,
+                    spot.way_out,
+                )
 
     def _forsaken(self) -> bool:
         return self._steps > 0 and self._forwards > 4 * self._forwards_usual + 16

@@ -857,3 +857,43 @@ def test_an_error_of_our_own_anywhere_changes_nothing_and_is_logged_once(
         assert "armed" not in str(status)
     monkeypatch.undo()
     loop.session.detach()
+
+
+def test_a_blind_spot_is_logged_once_for_who_never_asks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 1)
+    watched = torch.optim.SGD(model.parameters(), lr=0.01)
+    session = sentinel_hooks.attach(model=model, optimizer=watched, sidecar=None, run_dir=tmp_path)
+    optimizer = watched
+    with caplog.at_level("WARNING", logger="sentinel_hooks"):
+        for step in range(200):
+            if step == 3:  # made anew, and nobody told us
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            model(torch.randn(8, 4)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    session.detach()
+    told = [r.getMessage() for r in caplog.records if "blind spot" in r.getMessage()]
+    assert len(told) == 1
+    assert "was the optimizer made anew?" in told[0]
+
+
+def test_of_a_long_row_of_skips_only_some_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session = sentinel_hooks.attach(
+        model=model, optimizer=optimizer, sidecar=None, run_dir=tmp_path
+    )
+    with caplog.at_level("WARNING", logger="sentinel_hooks"):
+        for _ in range(18):
+            model(torch.randn(8, 4)).mean().backward()
+            model.weight.grad.fill_(torch.nan)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert dict(session.status().counters.skipped) == {"nonfinite_grad": 18}
+    session.detach()
+    told = [r.getMessage() for r in caplog.records if "skip_step" in r.getMessage()]
+    assert len(told) == 5  # the 1st, 2nd, 4th, 8th and 16th
