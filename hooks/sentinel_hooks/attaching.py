@@ -150,6 +150,13 @@ def attach(
         ],
         info={"host": platform.node(), "pid": str(os.getpid()), "torch": torch.__version__},
     )
+    if link.status().url and not messages.RUN_NAME.fullmatch(run):
+        spots.append(
+            BlindSpot(
+                f"the sidecar takes no run id like {run!r}: it neither decides nor records",
+                "use 1 to 128 letters, digits and ._:@+- that start with a letter or digit",
+            )
+        )
     keeper = Keeper(
         directory / run,
         run=run,

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -61,7 +60,6 @@ from sentinel.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}")
 RECENT = 4096  # rows of the newest steps, for people
 WINDOW_S = 60.0  # window maxima cover one to two of these
 COMMAND_TTL_S = 600.0
@@ -712,7 +710,7 @@ class Runs:
 
     def _admit(self, name: str, incarnation: str, fence: int, now: float) -> Run | None:
         """The run that is replaced, None if there is none; raises RefusedError."""
-        if not RUN_NAME.fullmatch(name):
+        if not messages.RUN_NAME.fullmatch(name):
             raise RefusedError(
                 "malformed",
                 "run must be 1 to 128 letters, digits and ._:@+- and start with a letter or "

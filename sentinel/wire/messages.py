@@ -17,6 +17,7 @@ Errors:  decode_message raises ProtocolError.
 from __future__ import annotations
 
 import hmac
+import re
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -31,6 +32,9 @@ from sentinel.wire.codec import HASH_BYTES, WireDecision, WireEvent, WireObserva
 PROTOCOL_VERSION = 1
 SEAL_HEADER = "sentinel-seal"
 CONTENT_TYPE = "application/msgpack"
+
+# Run ids that a sidecar takes: they stand in URLs, labels and file names.
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}")
 
 M = TypeVar("M", bound="Message")
 

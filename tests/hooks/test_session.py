@@ -897,3 +897,19 @@ def test_of_a_long_row_of_skips_only_some_are_logged(
     session.detach()
     told = [r.getMessage() for r in caplog.records if "skip_step" in r.getMessage()]
     assert len(told) == 5  # the 1st, 2nd, 4th, 8th and 16th
+
+
+def test_a_run_id_that_the_sidecar_takes_not_is_a_blind_spot(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    session = sentinel_hooks.attach(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        sidecar="http://127.0.0.1:9",
+        run_id="lr=1e-3",
+        run_dir=tmp_path,
+    )
+    spots = [s for s in session.status().blind_spots if "run id" in s.what]
+    session.detach()
+    assert [s.way_out for s in spots] == [
+        "use 1 to 128 letters, digits and ._:@+- that start with a letter or digit"
+    ]
