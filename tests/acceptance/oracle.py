@@ -481,6 +481,12 @@ def rescued(world: World, batches: Iterable[Sequence[Any]], plan: Plan) -> list[
             kept[t] = world.restorable()
         for optimizer in world.optimizers:
             optimizer.zero_grad()
+        running = [
+            (buffer, buffer.clone())
+            for layer in world.model.modules()
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm)
+            for buffer in layer.buffers()
+        ]
         losses.append(float(torch.stack([world.backward(b, 1 / len(step)) for b in step]).sum()))
         for optimizer in world.optimizers:
             if world.scaler is not None:
@@ -503,6 +509,10 @@ def rescued(world: World, batches: Iterable[Sequence[Any]], plan: Plan) -> list[
                 group["lr"] = rate
         if world.scaler is not None:
             world.scaler.update()
+        if t in plan.skip:  # its forward taught BatchNorm already: that is taken back
+            with torch.no_grad():
+                for buffer, before in running:
+                    buffer.copy_(before)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             for scheduler in world.schedulers:

@@ -165,6 +165,27 @@ def test_killed_at_any_step_the_way_goes_on_from_disk(tmp_path: Path) -> None:
     assert replay(tmp_path / "r7").identical
 
 
+def test_killed_in_a_save_the_torn_copy_is_refused_and_the_ledger_is_as_it_was(
+    tmp_path: Path,
+) -> None:
+    """The rate is cut after a rollback when the process dies with a snapshot half on disk."""
+    first, second = lives(
+        tmp_path,
+        "disk=yes,steps=60,nan=20-22,die=saving,save=mine@22",
+        "disk=yes,load=mine,steps=1",
+    )
+    assert first["status"] == KILLED
+    assert first["ledger"]["attempt"] == 1
+    assert first["ledger"]["lr"]["factor"] == 0.5
+    assert second["status"] == 0
+    for name in KEPT:
+        assert second["ledger"][name] == first["ledger"][name], name
+    assert second["ledger"]["lr"]["factor"] == 0.5
+    copies = _copies(tmp_path)
+    assert [str(s.health) for s in copies].count("torn") == 1, copies
+    assert replay(tmp_path / "r7").identical
+
+
 def _copies(run_dir: Path) -> list[Any]:
     from sentinel.traces.snapshots import list_snapshots
 

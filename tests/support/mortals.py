@@ -6,7 +6,7 @@ Each PLAN is one process of run r7, as `key=value,...`: steps=N (how many it att
 (attempts with a loss that is no number), die=MOMENT, load=NAME and save=NAME@ATTEMPT (a checkpoint
 of the user's in RUN_DIR). MOMENT is one of: step (before the last step), decided (the rollback is
 on disk, not begun), restoring (half of the weights are copied), halted (the marker is set, nothing
-raised). After each process a line of JSON says how it ended. torch is imported once for all.
+raised), saving (a snapshot's files are written, its COMMIT is not). After each process a line of JSON says how it ended. torch is imported once for all.
 """
 
 from __future__ import annotations
@@ -125,6 +125,18 @@ def arm(session: Any, moment: str) -> None:
 
         session._restoring_now = False
         session._store.restore = restore
+    if moment == "saving":
+        from sentinel_hooks.snapshots import disk
+
+        write = disk.files.write
+
+        def cut_off(*args: Any, **kwargs: Any) -> Any:
+            written = write(*args, **kwargs)
+            if session._state.ledger.attempt:
+                kill()
+            return written
+
+        disk.files.write = cut_off
     if moment == "halted":
         session._save_evidence = kill
         session._disk.enabled = True
