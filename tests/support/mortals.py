@@ -5,8 +5,9 @@
 Each PLAN is one process of run r7, as `key=value,...`: steps=N (how many it attempts), nan=A-B
 (attempts with a loss that is no number), die=MOMENT, load=NAME and save=NAME@ATTEMPT (a checkpoint
 of the user's in RUN_DIR). MOMENT is one of: step (before the last step), decided (the rollback is
-on disk, not begun), restoring (half of the weights are copied), halted (the marker is set, nothing
-raised), saving (a snapshot's files are written, its COMMIT is not). After each process a line of JSON says how it ended. torch is imported once for all.
+on disk, not begun), restoring (half of the weights are copied), saving (after the first rollback a
+snapshot's files are written, its COMMIT is not), halted (the marker is set, nothing raised). After
+each process a line of JSON says how it ended. torch is imported once for all.
 """
 
 from __future__ import annotations
