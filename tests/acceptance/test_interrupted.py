@@ -7,6 +7,7 @@ treated the same.
 from __future__ import annotations
 
 import copy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -485,11 +486,12 @@ for step in range(20):
 print("done")
 """
 ENDS = {
-    "falls off the end": ("pass", 0, 20),
-    "sys.exit": ("sys.exit(3)", 3, 17),
-    "raises": ("raise ValueError('mine')", 1, 17),
-    "interrupted": ("os.kill(os.getpid(), signal.SIGINT)", 1, 17),
-    "detaches": ("session.detach()", 0, 17),
+    "falls off the end": ("pass", {0}, 20),
+    "sys.exit": ("sys.exit(3)", {3}, 17),
+    "raises": ("raise ValueError('mine')", {1}, 17),
+    # How the interpreter ends on an interrupt depends on what it inherited: by the signal or not.
+    "interrupted": ("os.kill(os.getpid(), signal.SIGINT)", {-signal.SIGINT, 130, 1}, 17),
+    "detaches": ("session.detach()", {0}, 17),
 }
 
 
@@ -498,7 +500,7 @@ ENDS = {
 def test_an_exit_with_everything_open_closes_the_trace_and_says_nothing(
     how: str, tmp_path: Path
 ) -> None:
-    last, code, steps = ENDS[how]
+    last, codes, steps = ENDS[how]
     policy = tmp_path / "p.toml"
     policy.write_text("[snapshots]\nram_every = 2\ndisk_at = [2, 4]\ndisk_every = 2\n")
     done = subprocess.run(
@@ -508,10 +510,10 @@ def test_an_exit_with_everything_open_closes_the_trace_and_says_nothing(
         check=False,
         timeout=60,
     )
-    assert done.returncode == code, done.stderr
+    assert done.returncode in codes, done.stderr
     assert "sentinel" not in done.stderr
     assert "Exception ignored" not in done.stderr
-    assert (done.stderr == "") is (code != 1)
+    assert (done.stderr == "") is (how not in ("raises", "interrupted"))
     reader = Reader(tmp_path / "runs" / "r1")
     assert [s.step for s in reader.steps()] == list(range(steps))
     assert reader.damage == ()
