@@ -1,0 +1,187 @@
+"""The door: who may come in, how much they may bring, and in which language they are answered.
+
+    await door.sealed(request, Steps, run, serve)           a trainer's message, under its seal
+    await door.for_people(request, serve, orders=True)      JSON, for people and other languages
+
+Who may answer a step may steer it: over TCP with a token configured every trainer's message must be
+sealed with it and everybody else must bring it as a bearer token; on the Unix socket its mode 0660
+decides. Orders are taken only in these two cases.
+
+Errors:  a request that cannot be served gets a Refused message or {"code", "detail"}; never a
+         traceback, and never a null where a number was not finite.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+
+from sentinel.core.errors import ConfigError, ProtocolError
+from sentinel.sidecar.runs import RefusedError
+from sentinel.sidecar.settings import Settings
+from sentinel.wire import codec, messages
+from sentinel.wire.messages import Message, Refused
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+
+class Door:
+    """See the module docstring."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    async def body(self, request: Request) -> bytes:
+        """The whole body; raises RefusedError when it is too large."""
+        most = self._settings.max_body_bytes
+        chunks: list[bytes] = []
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > most:
+                raise RefusedError("malformed", f"a request may hold {most} bytes", 413)
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def local(self, request: Request) -> bool:
+        """It came through the Unix socket, whose mode says who may use it."""
+        return request.client is None
+
+    def bearer(self, request: Request) -> bool:
+        """It brings the token."""
+        token = self._settings.token
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        return bool(token) and hmac.compare_digest(given.encode(), token.encode())
+
+    def let_in(self, request: Request, *, orders: bool = False) -> None:
+        """Raise RefusedError unless this request may read, or give orders."""
+        known = self.local(request) or self.bearer(request)
+        if self._settings.token and not known:
+            raise RefusedError(
+                "unauthorized", "this sidecar wants a token: Authorization: Bearer TOKEN", 401
+            )
+        if orders and not known:
+            raise RefusedError(
+                "unauthorized",
+                "orders are taken on the Unix socket, or over TCP when the sidecar was started "
+                "with a token (SENTINEL_TOKEN) and the request brings it",
+                403,
+            )
+
+    async def sealed(
+        self, request: Request, kind: type[M], run: str, serve: Callable[[M], Message]
+    ) -> Response:
+        """One trainer's message, checked, served and answered under its seal."""
+        token, local = self._settings.token, self.local(request)
+        path = request.scope["raw_path"].decode("ascii").partition("?")[0]
+        given = request.headers.get(messages.SEAL_HEADER, "")
+        key, status = token, 200
+        answer: Message
+        try:
+            body = await self.body(request)
+            keys = [token, ""] if token and local else [token]
+            genuine = [k for k in keys if messages.sealed(k, path, body, given)]
+            if not genuine:
+                raise RefusedError(
+                    "unauthorized" if token else "garbled",
+                    "the message is not sealed"
+                    + (" with this sidecar's token" if token else " as it was sent"),
+                    401 if token else 400,
+                )
+            key = genuine[0]
+            message = messages.decode_message(kind, body)
+            if message.run != run:
+                raise ProtocolError(f"run must be {run!r} as in the path, got {message.run!r}")
+            answer = serve(message)
+        except RefusedError as error:
+            status, answer = error.status, Refused(run=run, code=error.code, detail=error.detail)
+        except ProtocolError as error:
+            status, answer = 422, Refused(run=run, code="malformed", detail=str(error))
+        except Exception as error:
+            logger.exception("request failed run=%s", run)
+            status, answer = 500, Refused(run=run, code="internal", detail=type(error).__name__)
+        data = messages.encode_message(answer)
+        return Response(
+            data,
+            status_code=status,
+            media_type=messages.CONTENT_TYPE,
+            headers={messages.SEAL_HEADER: messages.seal(key, path, data, given)},
+        )
+
+    async def for_people(
+        self,
+        request: Request,
+        serve: Callable[[bytes], tuple[int, Any]],
+        *,
+        orders: bool = False,
+    ) -> Response:
+        """One JSON request, with its refusals as JSON too."""
+        try:
+            self.let_in(request, orders=orders)
+            body = b"" if request.method == "GET" else await self.body(request)
+            status, value = serve(body)
+        except (RefusedError, ProtocolError, ConfigError) as error:
+            return refusal(error)
+        return answer(value, status)
+
+    async def either(
+        self,
+        request: Request,
+        kind: type[M],
+        run: str,
+        of_trainer: Callable[[M], Message],
+        of_person: Callable[[bytes], tuple[int, Any]],
+    ) -> Response:
+        """A route that speaks both languages; the content type says which."""
+        try:
+            as_json = speaks_json(request)
+        except RefusedError as error:
+            return refusal(error)
+        if as_json:
+            return await self.for_people(request, of_person)
+        return await self.sealed(request, kind, run, of_trainer)
+
+
+def speaks_json(request: Request) -> bool:
+    """JSON or msgpack; raises RefusedError for anything else."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip()
+    if kind == messages.CONTENT_TYPE:
+        return False
+    if kind == "application/json":
+        return True
+    raise RefusedError(
+        "malformed",
+        f"content-type must be application/json or {messages.CONTENT_TYPE}, got {kind!r}",
+        415,
+    )
+
+
+def answer(value: Any, status: int = 200) -> Response:
+    """Any value of ours as JSON, non-finite numbers as words."""
+    return Response(codec.to_json(value) + b"\n", status, media_type="application/json")
+
+
+def refusal(error: RefusedError | ProtocolError | ConfigError) -> Response:
+    """An error as {"code", "detail"}."""
+    if isinstance(error, RefusedError):
+        said = {"code": error.code, "detail": error.detail}
+        return Response(json.dumps(said), error.status, media_type="application/json")
+    said = {"code": "malformed", "detail": str(error)}
+    return Response(json.dumps(said), 422, media_type="application/json")
+
+
+def read_json(kind: type[T], body: bytes, what: str) -> T:
+    """A JSON body as that type; raises ProtocolError."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{what} cannot be read: {error}") from error

@@ -1,0 +1,1 @@
+"""The routes, one module a concern; each has `router(service) -> APIRouter`."""

@@ -1,0 +1,160 @@
+"""What trainers say: register, steps, state, close.
+
+Trainers speak msgpack (wire.messages) through raw-body routes, since a pydantic body model costs
+ten times as much and turns NaN into null. Trainers in other languages speak JSON, in which
+non-finite numbers are the words "nan", "inf" and "-inf", and find the decision in the reply.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from sentinel.core.errors import ProtocolError
+from sentinel.core.events import (
+    AutomationSet,
+    Event,
+    Restored,
+    RestoreFailed,
+    SnapshotLost,
+    SnapshotTaken,
+)
+from sentinel.core.state import Stats
+from sentinel.core.types import Action, Outcome
+from sentinel.sidecar.door import read_json
+from sentinel.sidecar.service import Service
+from sentinel.wire import codec
+from sentinel.wire.messages import (
+    Accepted,
+    Close,
+    HandOver,
+    Layer,
+    Message,
+    Register,
+    Steps,
+)
+
+
+class _JsonRegister(msgspec.Struct):
+    layers: tuple[Layer | str, ...] = ()
+
+
+class _JsonEvent(msgspec.Struct):
+    kind: str
+    step: int
+    target: int | None = None
+    reason: str = ""
+    paused: bool = False
+
+
+class _JsonOutcome(msgspec.Struct):
+    step: int
+    executed: str
+    applied: bool
+
+
+class _JsonStep(msgspec.Struct):
+    observation: msgspec.Raw
+    outcome: _JsonOutcome | None = None
+    events: tuple[_JsonEvent, ...] = ()
+
+
+def router(service: Service) -> APIRouter:
+    """See the module docstring."""
+    routes, runs, door, now = APIRouter(), service.runs, service.door, service.now
+
+    @routes.put("/v1/runs/{run}")
+    async def register(run: str, request: Request) -> Response:
+        def of_person(body: bytes) -> tuple[int, Any]:
+            asked = read_json(_JsonRegister, body or b"{}", "registration")
+            layers = tuple(Layer(x) if isinstance(x, str) else x for x in asked.layers)
+            taken = runs.register_json(run, layers, now())
+            return 200, {"run": run, "policy": taken.policy.to_dict()}
+
+        def of_trainer(message: Register) -> Message:
+            return runs.register(message, now())
+
+        return await door.either(request, Register, run, of_trainer, of_person)
+
+    async def steps(request: Request) -> Response:
+        run: str = request.path_params["run"]
+
+        def of_person(body: bytes) -> tuple[int, Any]:
+            asked = _json_step(body)
+            outcome = None
+            if asked.outcome is not None:
+                outcome = _outcome(asked.outcome)
+            events = tuple(_event(e) for e in asked.events)
+            observation = codec.observation_from_json(bytes(asked.observation))
+            return 200, {
+                "run": run,
+                "decision": runs.step_json(run, observation, outcome, events, now()),
+            }
+
+        def of_trainer(message: Steps) -> Message:
+            return runs.steps(message, now())
+
+        return await door.either(request, Steps, run, of_trainer, of_person)
+
+    # A plain route: FastAPI's own would look for parameters to inject at every step.
+    routes.add_route("/v1/runs/{run}/steps", steps, methods=["POST"])
+
+    @routes.put("/v1/runs/{run}/state")
+    async def state(run: str, request: Request) -> Response:
+        def of_trainer(message: HandOver) -> Message:
+            runs.hand_over(message, now())
+            return Accepted(run=run)
+
+        return await door.sealed(request, HandOver, run, of_trainer)
+
+    @routes.post("/v1/runs/{run}/close")
+    async def close(run: str, request: Request) -> Response:
+        def of_trainer(message: Close) -> Message:
+            runs.close(message, now())
+            return Accepted(run=run)
+
+        return await door.sealed(request, Close, run, of_trainer)
+
+    return routes
+
+
+def _json_step(body: bytes) -> _JsonStep:
+    """A step as {"observation": {...}, ...}, or the bare observation."""
+    table = read_json(dict[str, msgspec.Raw], body, "step")
+    if "observation" in table:
+        return read_json(_JsonStep, body, "step")
+    return _JsonStep(observation=msgspec.Raw(body))
+
+
+def _outcome(asked: _JsonOutcome) -> Outcome:
+    names = {action.name.lower(): action for action in Action}
+    if asked.executed not in names:
+        raise ProtocolError(
+            f"outcome.executed must be one of {', '.join(names)}, got {asked.executed!r}"
+        )
+    return Outcome(asked.step, names[asked.executed], asked.applied)
+
+
+def _event(asked: _JsonEvent) -> Event:
+    def target() -> int:
+        if asked.target is None:
+            raise ProtocolError(f"event.target must be given for {asked.kind!r}")
+        return asked.target
+
+    match asked.kind:
+        case "snapshot_taken":
+            return SnapshotTaken(asked.step, "trainer")
+        case "restored":
+            return Restored(asked.step, target(), Stats())
+        case "restore_failed":
+            return RestoreFailed(asked.step, asked.target, asked.reason)
+        case "snapshot_lost":
+            return SnapshotLost(asked.step, target(), asked.reason)
+        case "automation_set":
+            return AutomationSet(asked.step, asked.paused, "trainer")
+    raise ProtocolError(
+        "event.kind must be one of snapshot_taken, restored, restore_failed, snapshot_lost, "
+        f"automation_set, got {asked.kind!r}"
+    )
