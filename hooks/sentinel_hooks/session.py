@@ -414,6 +414,18 @@ class Session:
         if self._canary is not None and self.listening():
             self._guard.run("canary", self._canary.end, output, module)
 
+    def safe_point(self, *batch: Any) -> None:
+        """An adapter says: one step is over, the next has not begun; `batch` is what comes next.
+
+        For frameworks that call the model past __call__, where the forward tap sees nothing.
+        """
+        if not self._awake():
+            return
+        self._forwards += 1
+        self._masked_run("safe_point", self._maybe_safe_point)
+        if batch:
+            self._observer.rows = _rows(batch, {})
+
     def _record(
         self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outside: bool
     ) -> None:
