@@ -1,11 +1,13 @@
 """The door: who may come in, how much they may bring, and in which language they are answered.
 
     await door.sealed(request, Steps, run, serve)           a trainer's message, under its seal
-    await door.for_people(request, serve, orders=True)      JSON, for people and other languages
+    await door.for_people(request, serve, role=Role.CONTROL)    JSON, for people and other programs
 
-Who may answer a step may steer it: over TCP with a token configured every trainer's message must be
-sealed with it and everybody else must bring it as a bearer token; on the Unix socket its mode 0660
-decides. Orders are taken only in these two cases.
+Who may answer a step may steer it: over TCP with tokens configured every trainer's message must be
+sealed with one of role `ingest`, and everybody else must bring one of the role that the route asks
+for (security.py); on the Unix socket its mode 0660 decides. Orders are taken only in these two
+cases. Without tokens a request by a public host name is refused: it could be a web page that made
+its own name point here.
 
 Errors:  a request that cannot be served gets a Refused message or {"code", "detail"}; never a
          traceback, and never a null where a number was not finite.
@@ -13,7 +15,7 @@ Errors:  a request that cannot be served gets a Refused message or {"code", "det
 
 from __future__ import annotations
 
-import hmac
+import ipaddress
 import json
 import logging
 from collections.abc import Callable
@@ -24,11 +26,17 @@ from fastapi import Request, Response
 
 from sentinel.core.errors import ConfigError, ProtocolError
 from sentinel.sidecar.runs import RefusedError
+from sentinel.sidecar.security import ANYONE, Access, Caller, Limits, Role
 from sentinel.sidecar.settings import Settings
 from sentinel.wire import codec, messages
 from sentinel.wire.messages import Message, Refused
 
 logger = logging.getLogger(__name__)
+
+# For each address, of those who look and order; trainers are not counted. A page that is open asks
+# about twice a second, and many may sit behind one proxy.
+REQUESTS_PER_MINUTE = 6000
+REQUESTS_AT_ONCE = 600
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -37,8 +45,11 @@ T = TypeVar("T")
 class Door:
     """See the module docstring."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, access: Access, clock: Callable[[], float]) -> None:
         self._settings = settings
+        self._clock = clock
+        self._requests = Limits(per_minute=REQUESTS_PER_MINUTE, burst=REQUESTS_AT_ONCE)
+        self.access = access
 
     async def body(self, request: Request) -> bytes:
         """The whole body; raises RefusedError when it is too large."""
@@ -56,46 +67,78 @@ class Door:
         """It came through the Unix socket, whose mode says who may use it."""
         return request.client is None
 
-    def bearer(self, request: Request) -> bool:
-        """It brings the token."""
-        token = self._settings.token
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        return bool(token) and hmac.compare_digest(given.encode(), token.encode())
+    def caller(self, request: Request) -> Caller | None:
+        """Who this is; None without a token that is known."""
+        if self.local(request):
+            return ANYONE
+        return self.access.who(request.headers.get("authorization", ""))
 
-    def let_in(self, request: Request, *, orders: bool = False) -> None:
-        """Raise RefusedError unless this request may read, or give orders."""
-        known = self.local(request) or self.bearer(request)
-        if self._settings.token and not known:
+    def let_in(self, request: Request, role: Role = Role.READ) -> Caller:
+        """Who it is; raises RefusedError unless this request may do what `role` may."""
+        caller = self.caller(request)
+        if role is not Role.INGEST and not self.local(request):
+            self._not_too_often(request)
+        if caller is None:
+            if self.access.configured:
+                raise RefusedError(
+                    "unauthorized", "this sidecar wants a token: Authorization: Bearer TOKEN", 401
+                )
+            if not _plain_host(request.headers.get("host", "")):
+                raise RefusedError(
+                    "unauthorized",
+                    "without a token this sidecar answers to localhost, an address or a name "
+                    "without a dot only; start it with a token (SENTINEL_TOKEN) to use another",
+                    421,
+                )
+            if role is Role.CONTROL:
+                raise RefusedError(
+                    "unauthorized",
+                    "orders are taken on the Unix socket, or over TCP when the sidecar was started "
+                    "with a token (SENTINEL_TOKEN) and the request brings it",
+                    403,
+                )
+            return ANYONE
+        if not caller.may(role):
             raise RefusedError(
-                "unauthorized", "this sidecar wants a token: Authorization: Bearer TOKEN", 401
-            )
-        if orders and not known:
-            raise RefusedError(
-                "unauthorized",
-                "orders are taken on the Unix socket, or over TCP when the sidecar was started "
-                "with a token (SENTINEL_TOKEN) and the request brings it",
+                "forbidden",
+                f"the token of {caller.name!r} has the role {', '.join(sorted(caller.roles))}; "
+                f"this needs one of role {role.value}",
                 403,
+            )
+        return caller
+
+    def _not_too_often(self, request: Request) -> None:
+        address = "" if request.client is None else request.client.host
+        wait = self._requests.wait(address, self._clock())
+        if wait > 0.0:
+            raise RefusedError(
+                "too_many",
+                f"more than {REQUESTS_PER_MINUTE} requests a minute from {address}; try again in "
+                f"{wait:.1f} s",
+                429,
             )
 
     async def sealed(
         self, request: Request, kind: type[M], run: str, serve: Callable[[M], Message]
     ) -> Response:
         """One trainer's message, checked, served and answered under its seal."""
-        token, local = self._settings.token, self.local(request)
+        configured = self.access.configured
+        keys = self.access.seal_keys
+        if configured and self.local(request):
+            keys = (*keys, "")
         path = request.scope["raw_path"].decode("ascii").partition("?")[0]
         given = request.headers.get(messages.SEAL_HEADER, "")
-        key, status = token, 200
+        key, status = keys[0] if keys else "", 200
         answer: Message
         try:
             body = await self.body(request)
-            keys = [token, ""] if token and local else [token]
             genuine = [k for k in keys if messages.sealed(k, path, body, given)]
             if not genuine:
                 raise RefusedError(
-                    "unauthorized" if token else "garbled",
+                    "unauthorized" if configured else "garbled",
                     "the message is not sealed"
-                    + (" with this sidecar's token" if token else " as it was sent"),
-                    401 if token else 400,
+                    + (" with this sidecar's token" if configured else " as it was sent"),
+                    401 if configured else 400,
                 )
             key = genuine[0]
             message = messages.decode_message(kind, body)
@@ -122,11 +165,11 @@ class Door:
         request: Request,
         serve: Callable[[bytes], tuple[int, Any]],
         *,
-        orders: bool = False,
+        role: Role = Role.READ,
     ) -> Response:
         """One JSON request, with its refusals as JSON too."""
         try:
-            self.let_in(request, orders=orders)
+            self.let_in(request, role)
             body = b"" if request.method == "GET" else await self.body(request)
             status, value = serve(body)
         except (RefusedError, ProtocolError, ConfigError) as error:
@@ -147,8 +190,20 @@ class Door:
         except RefusedError as error:
             return refusal(error)
         if as_json:
-            return await self.for_people(request, of_person)
+            return await self.for_people(request, of_person, role=Role.INGEST)
         return await self.sealed(request, kind, run, of_trainer)
+
+
+def _plain_host(host: str) -> bool:
+    """Whether a Host header is no name that somebody outside could have made point here."""
+    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    if "." not in name or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def speaks_json(request: Request) -> bool:

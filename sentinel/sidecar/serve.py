@@ -34,11 +34,11 @@ UMASK = 0o117  # leaves 0660
 BACKLOG = 1024
 
 
-def bind_tcp(host: str, port: int, token: str) -> socket.socket:
+def bind_tcp(host: str, port: int, *, guarded: bool) -> socket.socket:
     """A bound TCP socket.
 
     Raises:
-        ConfigError: the address is not free, or is open to others and there is no token.
+        ConfigError: the address is not free, or is open to others and nothing guards it.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -47,11 +47,11 @@ def bind_tcp(host: str, port: int, token: str) -> socket.socket:
             f"host must be an address of this machine, got {host!r}: {error}"
         ) from error
     family, kind, protocol, _, address = found[0]
-    if not token and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+    if not guarded and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         raise ConfigError(
             f"host must be a loopback address while there is no token, got {host!r}: whoever "
-            "answers a step steers the run; set SENTINEL_TOKEN here and in the trainers, or use "
-            "--uds"
+            "answers a step steers the run; set SENTINEL_TOKEN here and in the trainers, give "
+            "--token-file, or use --uds"
         )
     sock = socket.socket(family, kind, protocol)
     try:
@@ -126,7 +126,7 @@ def serve(
     where: list[str] = []
     try:
         if port is not None:
-            tcp = bind_tcp(host, port, settings.token)
+            tcp = bind_tcp(host, port, guarded=bool(settings.token or settings.token_files))
             sockets.append(tcp)
             name = tcp.getsockname()
             shown = f"[{name[0]}]" if ":" in name[0] else name[0]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from sentinel.sidecar.door import Door
 from sentinel.sidecar.runs import Runs
+from sentinel.sidecar.security import Access
 from sentinel.sidecar.settings import Settings
 
 
@@ -35,5 +36,6 @@ class Service:
         self.now = clock
         self.timer = timer
         self.runs = Runs(settings, timer)
-        self.door = Door(settings)
+        self.access = Access.load(settings.token_files, settings.token)
+        self.door = Door(settings, self.access, timer)
         self.ready = False

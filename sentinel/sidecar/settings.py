@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from sentinel.core.errors import ConfigError
 from sentinel.core.policy import Policy
+from sentinel.sidecar.security import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +17,8 @@ class Settings:
 
     Attributes:
         policy: handed to every run that did not choose one of its own; None: nothing is handed.
-        token: shared secret; "" for none. Over TCP it then settles who may steer.
+        token: shared secret of every role; "" for none. Over TCP it then settles who may steer.
+        token_files: files of tokens, each with the role that its tokens have; see security.py.
         lost_after_s: a running run that is silent for so long is lost, and may be taken over.
         max_body_bytes: larger requests are refused.
         max_runs: runs kept; finished and lost ones make room, oldest first.
@@ -24,6 +27,7 @@ class Settings:
 
     policy: Policy | None = None
     token: str = ""
+    token_files: tuple[tuple[Role, Path], ...] = ()
     lost_after_s: float = 60.0
     max_body_bytes: int = 32 * 2**20
     max_runs: int = 1000

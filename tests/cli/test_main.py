@@ -132,14 +132,14 @@ class TestBinding:
     @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
     def test_others_may_reach_it_only_with_a_token(self, host: str) -> None:
         with pytest.raises(ConfigError, match=r"loopback address while there is no token"):
-            bind_tcp(host, 0, "")
-        bind_tcp("0.0.0.0", 0, "secret").close()
+            bind_tcp(host, 0, guarded=False)
+        bind_tcp("0.0.0.0", 0, guarded=True).close()
 
     def test_a_taken_port_is_named(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
             with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-                bind_tcp("127.0.0.1", port, "")
+                bind_tcp("127.0.0.1", port, guarded=False)
 
 
 @pytest.mark.e2e

@@ -12,6 +12,7 @@ from sentinel.core.errors import ProtocolError
 from sentinel.core.types import Command, CommandKind
 from sentinel.sidecar.door import read_json, speaks_json
 from sentinel.sidecar.runs import COMMAND_TTL_S
+from sentinel.sidecar.security import Role
 from sentinel.sidecar.service import Service
 
 
@@ -46,7 +47,7 @@ def router(service: Service) -> APIRouter:
                 "taken_step": order.taken_step,
             }
 
-        return await door.for_people(request, serve, orders=True)
+        return await door.for_people(request, serve, role=Role.CONTROL)
 
     return routes
 
