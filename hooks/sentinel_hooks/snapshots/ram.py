@@ -3,6 +3,8 @@
     store = RamStore(target, Snapshots())
     store.take(step, stats)            copy now; raises SnapshotError when that cannot be done
     stats = store.restore(step)        all of it, or nothing and SnapshotError
+    ready = store.prepare(step)        the same in two phases: what can fail, with nothing changed,
+    stats = ready.commit()             then the copying
     store.keep_only(steps)             forget the others; their buffers serve the next take()
 
 Held: parameters and buffers of the models (a tied weight once), parameters that only the optimizers
@@ -12,8 +14,12 @@ the groups (a schedule drives them), RNG, data position: a rollback goes on with
 
 Tensors are copied one by one, never through state_dict(): those alias live tensors, so that
 "restored" moments would be the damaged ones. Restoring copies in place, so that whoever holds on to
-a parameter or a moment (compiled steps, DDP buckets) still has the right one. Shapes are compared
-before the first byte is copied.
+a parameter or a moment (compiled steps, DDP buckets) still has the right one. Shapes, types and
+placements are compared, and what has to be made anew is made, before the first byte is copied.
+
+With several ranks each keeps and puts back its own: of a DTensor the local part. Nothing here sends
+a message. What the ranks must do alike (shards.reshard(), the user's state_dict()) comes before
+anything that can fail on one of them.
 
 Space:   sized against free host memory before it is used; buffers are reused from the snapshot that
          was dropped last (302 MB: 41 ms instead of 180 ms).
@@ -22,6 +28,7 @@ Space:   sized against free host memory before it is used; buffers are reused fr
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +38,9 @@ from torch import Tensor, nn
 
 from sentinel.core.errors import SentinelError
 from sentinel.core.state import Stats
-from sentinel_hooks.snapshots import Snapshots
+from sentinel_hooks.snapshots import Snapshots, shards
 from sentinel_hooks.snapshots.host_memory import available_bytes
+from sentinel_hooks.snapshots.shards import Cut
 from sentinel_hooks.target import Target
 
 # Group entries that a schedule drives: they follow attempted steps and are not rolled back.
@@ -53,6 +61,8 @@ SCHEDULED = frozenset(
         "weight_decay",
     }
 )
+# Steps that wrappers add to names: the same model, compiled, checkpointed or not.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _PLAIN = (int, float, bool, str, bytes, type(None), complex)
 
 
@@ -66,15 +76,21 @@ class NotReadyError(SnapshotError):
 
 @dataclass(slots=True)
 class HostTensor:
-    """A tensor's copy in host memory and the device it came from."""
+    """A tensor's copy in host memory, the device it belongs to, and which part of it this is."""
 
     data: Tensor
     device: torch.device
+    cut: Cut | None = None
 
 
 @dataclass(slots=True)
 class Image:
-    """One snapshot."""
+    """One snapshot, as one rank holds it.
+
+    Attributes:
+        token: equal on all ranks when they hold parts of the same snapshot.
+        notes: what of it could not be put back as it was saved: it is of another number of ranks.
+    """
 
     step: int
     stats: Stats
@@ -84,6 +100,54 @@ class Image:
     extra: list[Any] = field(default_factory=list)
     size_bytes: int = 0
     readers: int = 0  # saves to disk that still read these buffers: they may not be written over
+    token: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A snapshot in host memory that fits: commit() only copies and assigns.
+
+    To be used before the run moves on: it holds the live tensors that it will write to.
+
+    Attributes:
+        token, notes: of the image.
+    """
+
+    step: int
+    stats: Stats
+    token: int
+    notes: tuple[str, ...]
+    _pairs: list[tuple[Tensor, Tensor]]
+    _entries: list[tuple[Any, Any, Any]]
+    _objects: list[tuple[Any, Any]]
+    _after: Callable[[], None] | None = None
+
+    @torch.no_grad()
+    def commit(self) -> Stats:
+        """Copy everything back; the statistics kept with it.
+
+        Raises only what load_state_dict() of the user's own objects raises. They come last: the
+        weights and the optimizers are back then.
+        """
+        _copy_back(self._pairs)
+        for holder, key, value in self._entries:
+            if value is _GONE:
+                holder.pop(key, None)
+            else:
+                holder[key] = value
+        for thing, state in self._objects:
+            thing.load_state_dict(state)
+        if self._after is not None:
+            self._after()
+        return self.stats
+
+
+class _Gone:
+    """What an entry that was not there is set to."""
+
+
+_GONE = _Gone()
 
 
 class RamStore:
@@ -95,10 +159,13 @@ class RamStore:
         config: Snapshots,
         *,
         available: Callable[[], int | None] = available_bytes,
+        sharers: int = 1,
     ) -> None:
+        """`sharers`: how many ranks on this machine take a snapshot at the same time."""
         self._target = target
         self._config = config
         self._available = available
+        self._sharers = sharers
         self._images: dict[int, Image] = {}
         self._spare: Image | None = None
 
@@ -121,11 +188,14 @@ class RamStore:
             NotReadyError: some parameter has no shape yet.
             SnapshotError: it does not fit, or copying failed.
         """
+        shards.reshard(self._target.models)
+        # Before anything that can fail here alone: the user's objects may talk to other ranks.
+        extra = [thing.state_dict() for thing in self._target.extra_state]
         live = dict(live_tensors(self._target))
         self._check_room(live)
         spare, self._spare = self._spare, None
         copier = _Copier(pin=self._config.pin)
-        image = Image(step, stats)
+        image = Image(step, stats, token=zlib.crc32(f"ram {step}".encode()))
         try:
             old = spare.tensors if spare is not None else {}
             for key, tensor in live.items():
@@ -136,8 +206,7 @@ class RamStore:
             scaler = self._target.live_scaler
             if scaler is not None:
                 image.scaler = copy.deepcopy(scaler.state_dict())
-            for thing in self._target.extra_state:
-                image.extra.append(copier.tree(thing.state_dict(), None))
+            image.extra = [copier.tree(state, None) for state in extra]
             copier.flush()
         except (RuntimeError, MemoryError) as error:
             raise SnapshotError(f"copying failed: {error}") from error
@@ -145,39 +214,29 @@ class RamStore:
         self._images[step] = image
         return image.size_bytes
 
-    @torch.no_grad()
     def restore(self, step: int) -> Stats:
         """Copy the snapshot of `step` back; the statistics kept with it.
 
         Raises:
             SnapshotError: there is none, or the model has another shape now.
         """
+        return self.prepare(step).commit()
+
+    def put_back(self, image: Image) -> Stats:
+        """Copy an image back, wherever it came from; see restore()."""
+        return prepare(self._target, image).commit()
+
+    def prepare(self, step: int) -> Prepared:
+        """Everything of restore() that can fail; nothing is changed.
+
+        Raises:
+            SnapshotError: see restore().
+        """
+        shards.reshard(self._target.models)
         image = self._images.get(step)
         if image is None:
             raise SnapshotError(f"there is no snapshot of step {step}; there are {self.steps}")
-        return self.put_back(image)
-
-    @torch.no_grad()
-    def put_back(self, image: Image) -> Stats:
-        """Copy an image back, wherever it came from; see restore()."""
-        live = dict(live_tensors(self._target))
-        for key, saved in image.tensors.items():
-            tensor = live.get(key)
-            if tensor is None or tensor.shape != saved.data.shape:
-                now = "gone" if tensor is None else f"of shape {tuple(tensor.shape)}"
-                raise SnapshotError(
-                    f"{key[-1]} was of shape {tuple(saved.data.shape)} and is {now}"
-                )
-        pairs = [(live[key], saved.data) for key, saved in image.tensors.items()]
-        for optimizer, kept in zip(self._target.optimizers, image.optimizers, strict=True):
-            _load_optimizer(optimizer, kept, pairs)
-        _copy_back(pairs)
-        scaler = self._target.live_scaler
-        if scaler is not None and image.scaler is not None:
-            scaler.load_state_dict(copy.deepcopy(image.scaler))
-        for thing, state in zip(self._target.extra_state, image.extra, strict=True):
-            thing.load_state_dict(thaw(state))
-        return image.stats
+        return prepare(self._target, image)
 
     def keep_only(self, steps: Iterable[int]) -> None:
         """Forget all snapshots but these."""
@@ -203,15 +262,17 @@ class RamStore:
         self._spare = None
 
     def _check_room(self, live: dict[tuple[Any, ...], Tensor]) -> None:
-        need = sum(t.numel() * t.element_size() for t in live.values())
+        need = sum(_tree_bytes(t) for t in live.values())
         for optimizer in self._target.optimizers:
             need += _tree_bytes(list(optimizer.state.values()))
         if self._spare is not None:
             need -= self._spare.size_bytes
+        need *= self._sharers
         available = self._available()
         if available is not None and need > available * self._config.memory_share:
+            ranks = f" on the {self._sharers} ranks of this machine" if self._sharers > 1 else ""
             raise SnapshotError(
-                f"a snapshot needs {need / 2**20:.0f} MiB of host memory and only "
+                f"a snapshot needs {need / 2**20:.0f} MiB of host memory{ranks} and only "
                 f"{self._config.memory_share:.0%} of the free {available / 2**20:.0f} MiB may be "
                 "used; free memory, raise Snapshots(memory_share=...), or switch it off with "
                 "Snapshots(ram=False)"
@@ -221,10 +282,31 @@ class RamStore:
 # ---------------------------------------------------------------- what there is
 
 
+def inner(model: nn.Module) -> nn.Module:
+    """The model inside DDP and torch.compile, under whose names the user knows its parameters."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(found := model._modules.get("_orig_mod"), nn.Module):
+            model = found
+        else:
+            return model
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the steps that wrappers add."""
+    if "_" not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def live_tensors(target: Target) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Every tensor of the models, then parameters that only an optimizer knows; each once."""
+    """Every tensor of the models, then parameters that only an optimizer knows; each once.
+
+    DTensors as they are; FSDP2 modules must be resharded (shards.reshard()).
+    """
     seen: set[int] = set()
-    for m, model in enumerate(target.models):
+    for m, model in enumerate(map(inner, target.models)):
         for kind, named in (
             ("parameter", model.named_parameters()),
             ("buffer", model.named_buffers()),
@@ -235,7 +317,7 @@ def live_tensors(target: Target) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
                 seen.add(id(tensor))
                 if nn.parameter.is_lazy(tensor):
                     raise NotReadyError(f"{name} has no shape yet: a lazy module that has not run")
-                yield (m, kind, name), tensor.detach()
+                yield (m, kind, plain_name(name)), tensor.detach()
     for o, optimizer in enumerate(target.optimizers):
         for g, group in enumerate(optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):
@@ -249,7 +331,8 @@ def live_tensors(target: Target) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
 
 def _tree_bytes(value: Any) -> int:
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
+        part = shards.local(value)
+        return part.numel() * part.element_size()
     if isinstance(value, dict):
         return sum(_tree_bytes(v) for v in value.values())
     if isinstance(value, list | tuple):
@@ -277,9 +360,10 @@ class _Copier:
         self.size_bytes = 0
 
     def tensor(self, live: Tensor, reuse: Any) -> HostTensor:
-        live = live.detach()
+        cut = shards.cut_of(live)
+        live = shards.local(live)
         if live.layout is not torch.strided:
-            return HostTensor(live.clone().cpu(), live.device)
+            return HostTensor(live.clone().cpu(), live.device, cut)
         buffer = reuse.data if isinstance(reuse, HostTensor) else None
         if (
             buffer is None
@@ -291,7 +375,7 @@ class _Copier:
             buffer = torch.empty_like(live, device="cpu", requires_grad=False, pin_memory=pin)
         self._pairs.append((buffer, live))
         self.size_bytes += buffer.numel() * buffer.element_size()
-        return HostTensor(buffer, live.device)
+        return HostTensor(buffer, live.device, cut)
 
     def tree(self, value: Any, reuse: Any) -> Any:
         """A copy of nested dicts, lists and tuples that shares nothing with the original."""
@@ -346,57 +430,116 @@ def _save_optimizer(
 # ---------------------------------------------------------------- copying back
 
 
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer, kept: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]
+@torch.no_grad()
+def prepare(target: Target, image: Image) -> Prepared:
+    """Compare an image with what is live, and make what has to be made; nothing is changed.
+
+    Raises:
+        SnapshotError: the model, an optimizer or the user's objects have changed too much.
+    """
+    shards.reshard(target.models)
+    live = dict(live_tensors(target))
+    pairs: list[tuple[Tensor, Tensor]] = []
+    entries: list[tuple[Any, Any, Any]] = []
+    objects: list[tuple[Any, Any]] = []
+    try:
+        for key, saved in image.tensors.items():
+            _compare(key[-1], live.get(key), saved)
+            pairs.append((shards.local(live[key]), saved.data))
+        _count("optimizers", len(target.optimizers), len(image.optimizers))
+        for optimizer, kept in zip(target.optimizers, image.optimizers, strict=True):
+            _prepare_optimizer(optimizer, kept, pairs, entries)
+        scaler = target.live_scaler
+        if scaler is not None and image.scaler is not None:
+            objects.append((scaler, copy.deepcopy(image.scaler)))
+        _count("objects in extra_state", len(target.extra_state), len(image.extra))
+        objects += zip(target.extra_state, map(thaw, image.extra), strict=True)
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, SnapshotError):
+            raise
+        raise SnapshotError(f"preparing step {image.step} failed: {error}") from error
+    return Prepared(image.step, image.stats, image.token, image.notes, pairs, entries, objects)
+
+
+def _compare(name: str, live: Tensor | None, saved: HostTensor) -> None:
+    if live is None:
+        shape = saved.cut.size if saved.cut is not None else tuple(saved.data.shape)
+        raise SnapshotError(f"{name} was of shape {shape} and is gone")
+    cut = shards.cut_of(live)
+    if cut is None and saved.cut is None:
+        if live.shape != saved.data.shape:
+            raise SnapshotError(
+                f"{name} was of shape {tuple(saved.data.shape)} and is of shape {tuple(live.shape)}"
+            )
+    elif cut is None or saved.cut is None or not cut.same_part(saved.cut):
+        was, now = saved.cut or "whole", cut or "whole"
+        raise SnapshotError(f"this rank's part of {name} was {was} and is {now}")
+    if live.dtype != saved.data.dtype:
+        raise SnapshotError(f"{name} was of type {saved.data.dtype} and is of type {live.dtype}")
+
+
+def _count(what: str, now: int, then: int) -> None:
+    if now != then:
+        raise SnapshotError(f"the snapshot holds {then} {what} and there are {now}")
+
+
+def _prepare_optimizer(
+    optimizer: torch.optim.Optimizer,
+    kept: dict[str, Any],
+    pairs: list[tuple[Tensor, Tensor]],
+    entries: list[tuple[Any, Any, Any]],
 ) -> None:
-    """Put counters and lists back now, and tensors that are still there into `pairs`."""
+    """Tensors that are still there go into `pairs`, everything else into `entries`."""
     state = optimizer.state
     known: set[int] = set()
+
+    def put(holder: Any, key: Any, value: Any) -> None:
+        now = holder.get(key)
+        if isinstance(now, Tensor) and _fits(now, value):
+            pairs.append((shards.local(now), value.data))
+        else:
+            entries.append((holder, key, thaw(value)))
+
     for g, group in enumerate(optimizer.param_groups):
         for p, parameter in enumerate(group["params"]):
             known.add(id(parameter))
             saved = kept["state"].get((g, p))
             if saved is None:
-                state.pop(parameter, None)
+                entries.append((state, parameter, _GONE))
                 continue
             live = state.get(parameter)
             if not isinstance(live, dict):
-                state[parameter] = thaw(saved)
+                entries.append((state, parameter, thaw(saved)))
                 continue
-            for key in [k for k in live if k not in saved]:
-                del live[key]
+            entries += [(live, key, _GONE) for key in live if key not in saved]
             for key, value in saved.items():
-                now = live.get(key)
-                if isinstance(now, Tensor) and _fits(now, value):
-                    pairs.append((now.detach(), value.data))
-                else:
-                    live[key] = thaw(value)
-    for key in [k for k in state if id(k) not in known and k not in kept["others"]]:
-        del state[key]
-    for key, value in kept["others"].items():
-        state[key] = thaw(value)
+                put(live, key, value)
+    entries += [(state, k, _GONE) for k in state if id(k) not in known and k not in kept["others"]]
+    entries += [(state, key, thaw(value)) for key, value in kept["others"].items()]
     for group, values in zip(optimizer.param_groups, kept["groups"], strict=False):
         for key, value in values.items():
-            now = group.get(key)
-            if isinstance(now, Tensor) and _fits(now, value):
-                pairs.append((now.detach(), value.data))
-            else:
-                group[key] = thaw(value)
+            put(group, key, value)
 
 
 def _fits(live: Tensor, saved: Any) -> bool:
+    if not isinstance(saved, HostTensor):
+        return False
+    cut, part = shards.cut_of(live), shards.local(live)
+    if (cut is None) != (saved.cut is None):
+        return False
     return (
-        isinstance(saved, HostTensor)
-        and live.layout is torch.strided
-        and live.shape == saved.data.shape
-        and live.dtype == saved.data.dtype
+        (cut is None or saved.cut is None or cut.same_part(saved.cut))
+        and part.layout is torch.strided
+        and part.shape == saved.data.shape
+        and part.dtype == saved.data.dtype
     )
 
 
 def thaw(value: Any) -> Any:
     """A live copy: the snapshot may be restored again."""
     if isinstance(value, HostTensor):
-        return value.data.detach().clone().to(value.device)
+        live = value.data.detach().clone().to(value.device)
+        return live if value.cut is None else shards.rebuild(live, value.cut)
     if isinstance(value, dict):
         return {k: thaw(v) for k, v in value.items()}
     if isinstance(value, list):
