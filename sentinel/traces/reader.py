@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,6 +35,7 @@ from sentinel.core.events import Event
 from sentinel.core.types import Column
 from sentinel.traces.recorder import CONFIG, list_incarnations
 from sentinel.traces.records import (
+    EXECUTED_AT,
     HAS_LOSS,
     HAS_NORM,
     INDEX_DTYPE,
@@ -51,6 +52,7 @@ from sentinel.traces.segments import (
     LAYERS,
     SCALARS,
     Damage,
+    Frame,
     Kind,
     Segment,
     list_segments,
@@ -159,19 +161,29 @@ class Reader:
     def items(self, chapter: Chapter) -> Iterator[Item]:
         """Steps and events of one chapter, in order."""
         where = str(chapter.segment.path)
+        held: StepRecord | None = None  # until it is clear that no other outcome follows
         for frame in chapter.segment.frames:
+            if frame.kind is Kind.OUTCOME:
+                if held is not None:
+                    held = _corrected(held, bytes(frame.payload), where)
+                continue
+            if held is not None and frame.kind in (Kind.STEP, Kind.EVENT):
+                yield held
+                held = None
             if frame.kind is Kind.STEP:
                 record = decode_step(frame.payload, where)
                 if chapter.join is not None and record.has_columns:
                     columns = chapter.join.find(record.step, record.attempt)
                     if columns is not None:
                         record = record.with_columns(columns)
-                yield record
+                held = record
             elif frame.kind is Kind.EVENT:
                 try:
                     yield codec.decode_event(bytes(frame.payload))
                 except ProtocolError as error:
                     raise TraceError(f"{where}: {error}") from error
+        if held is not None:
+            yield held
 
     def __iter__(self) -> Iterator[Item]:
         for chapter in self.chapters():
@@ -213,11 +225,7 @@ class Reader:
     def _parse(self, path: Path) -> bytes:
         """The index of a segment's steps, from the steps themselves."""
         self.parsed.append(path)
-        return b"".join(
-            index_bytes(frame.payload)
-            for frame in self.read(path).frames
-            if frame.kind is Kind.STEP
-        )
+        return index_of(self.read(path).frames)[0]
 
     def configuration(self, incarnation: Path | None = None) -> Mapping[str, Any] | None:
         """The configuration record of an incarnation (default: the last); None without one."""
@@ -264,6 +272,36 @@ class _ColumnCursor:
             return None
         _, payload, where = self._next
         return decode_columns(payload, where)
+
+
+def _corrected(record: StepRecord, payload: bytes, where: str) -> StepRecord:
+    try:
+        outcome = codec.decode_outcome(payload)
+    except ProtocolError as error:
+        raise TraceError(f"{where}: {error}") from error
+    return replace(record, outcome=outcome) if outcome.step == record.step else record
+
+
+def index_of(frames: Sequence[Frame]) -> tuple[bytes, dict[int, int]]:
+    """The index of the steps among `frames`, with corrected outcomes.
+
+    Returns:
+        The index, and by step the actions of outcomes whose steps are not among the frames.
+    """
+    index, rows, foreign = bytearray(), {}, {}
+    for frame in frames:
+        if frame.kind is Kind.STEP:
+            part = index_bytes(frame.payload)
+            rows[int.from_bytes(part[:8], "little", signed=True)] = len(index)
+            index += part
+        elif frame.kind is Kind.OUTCOME:
+            outcome = codec.decode_outcome(bytes(frame.payload))
+            at = rows.get(outcome.step)
+            if at is None:
+                foreign[outcome.step] = int(outcome.executed)
+            else:
+                index[at + EXECUTED_AT] = outcome.executed
+    return bytes(index), foreign
 
 
 def _curve(parts: Sequence[bytes]) -> Curve:

@@ -93,7 +93,7 @@ class Recorder:
         *,
         run: str,
         policy: Policy,
-        state: State,
+        state: State | None,
         incarnation: str = "",
         layers: Sequence[Any] = (),
         engine_version: int = ENGINE_VERSION,
@@ -107,7 +107,7 @@ class Recorder:
 
         Args:
             directory: the run's own directory; made if it is not there.
-            state: the engine's state before the first record.
+            state: the engine's state before the first record; None: a sidecar may not know it.
             incarnation: id of this process's life; only names the directory.
             layers: the layer table; anything msgpack carries.
             config: what config.json shall hold; empty for no such file.
@@ -164,6 +164,7 @@ class Recorder:
             OSError: the disk failed; this step is missing from the trace.
         """
         before, self._state = self._state, state
+        assert before is not None
         attempt = before.ledger.attempt
         at = self._clock() if self._clock is not None else None
         columns = bool(observation.columns)
@@ -282,7 +283,7 @@ class Recorder:
 
     # -- segments ----------------------------------------------------------------------------
 
-    def _append(self, kind: Kind, payload: bytes, before: State) -> None:
+    def _append(self, kind: Kind, payload: bytes, before: State | None) -> None:
         writer = self._scalars
         if writer is None or self._gap or writer.size >= self._segment_bytes:
             self._close_scalars()
@@ -302,7 +303,8 @@ class Recorder:
     def _open_scalars(self, state: State | None = None) -> SegmentWriter:
         header = self._header(SCALARS)
         header.policy = self._policy
-        header.state = codec.encode_state(self._state if state is None else state)
+        known = self._state if state is None else state
+        header.state = b"" if known is None else codec.encode_state(known)
         header.after_gap = self._gap
         self._scalars = self._open(SCALARS, header)
         self._gap = False

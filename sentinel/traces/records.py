@@ -43,6 +43,8 @@ INDEX_DTYPE = np.dtype(
 INDEX_BYTES = INDEX_DTYPE.itemsize
 HAS_LOSS, HAS_NORM, _LR, _COLUMNS, _GATE, _AT = 1, 2, 4, 8, 16, 32
 _PRESENT = {"loss": HAS_LOSS, "grad_norm": HAS_NORM, "lr": _LR}
+EXECUTED_AT = 13  # offset of the executed action in a step record
+UNKNOWN_ACTION = 255  # nobody said what was done at this step
 _COLUMNS_KEY = struct.Struct("<qI")  # step, attempt
 
 
@@ -53,10 +55,13 @@ class Header(msgspec.Struct, kw_only=True, omit_defaults=True):
         number: of the segment within its stream.
         engine_version: of the engine whose decisions these are.
         policy: the policy's canonical bytes; scalars segments only.
-        state: the engine's state before the first record; scalars segments only.
+        state: the engine's state before the first record; scalars segments only, and empty where
+            the recorder (a sidecar that only records) does not know it.
         layers: the layer table, as the trainer registered it.
         after_gap: records before this segment were lost (the disk was full).
         at: wall clock when the segment was opened, if the recorder was given one.
+        reports: spans [first, last] of the report numbers recorded before this segment; a
+            sidecar's record only.
     """
 
     format: int
@@ -70,6 +75,7 @@ class Header(msgspec.Struct, kw_only=True, omit_defaults=True):
     layers: list[Any] = []
     after_gap: bool = False
     at: float | None = None
+    reports: list[tuple[int, int]] = []
 
 
 class _Index(NamedTuple):

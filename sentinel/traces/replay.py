@@ -133,7 +133,7 @@ class _Replay:
         if state is None or not chapter.contiguous:
             state = recorded
             self.own_stats.clear()
-        elif same and codec.encode_state(state) != header.state:
+        elif same and recorded is not None and codec.encode_state(state) != header.state:
             self.state_mismatches += 1
             state = recorded  # so that one difference does not count as thousands
         for item in self.reader.items(chapter):
@@ -163,7 +163,9 @@ class _Replay:
         self.same = self.same and same
         return policy, same
 
-    def _state(self, header: Header, chapter: Chapter) -> State:
+    def _state(self, header: Header, chapter: Chapter) -> State | None:
+        if not header.state:
+            return None  # a sidecar that only recorded
         try:
             return codec.decode_state(header.state)
         except ProtocolError as error:

@@ -22,6 +22,7 @@ import os
 import re
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -46,6 +47,8 @@ class Kind(IntEnum):
     SUMMARY = 5
     TRAILER = 6
     INDEX = 7
+    REPORT = 8  # which report of its trainer the next step is; a sidecar's record
+    OUTCOME = 9  # what was really done at an earlier step; a sidecar hears of it one step later
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -186,6 +189,14 @@ class SegmentWriter:
         offset = self.size
         self._write(encode_frame(kind, payload))
         return offset
+
+    def append_all(self, records: Iterable[tuple[Kind, bytes]]) -> None:
+        """Write several records in one call of the system: all of them, or none.
+
+        Raises:
+            OSError: they could not be written whole; the file ends where it ended before.
+        """
+        self._write(b"".join([encode_frame(kind, payload) for kind, payload in records]))
 
     def _write(self, data: bytes) -> None:
         if self._fd is None:
