@@ -1,0 +1,107 @@
+"""What must hold of a run of several ranks, whatever happened in it; imports nothing of ours.
+
+    judge.together(report)                  every rank acted alike, and ended with the same weights
+    judge.in_time(report, base_s, fault)    nobody waited longer than one timeout
+    judge.groups_work(report)               the user's own groups still do what they should
+
+Each raises AssertionError that says where two ranks parted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.ranks import RankReport, Report
+
+MARGIN_S = 12.0  # the machine's own moods; a hang is three times as long
+
+
+def survivors(report: Report) -> list[RankReport]:
+    """Ranks that ended by themselves."""
+    return [r for r in report.ranks if r.exit == 0 and not r.overdue]
+
+
+def actions(rank: RankReport) -> dict[int, tuple[Any, ...]]:
+    """step -> (held, rate, restored from), as the loop itself saw it."""
+    return {r["t"]: (r["held"], r["rate"], r.get("restored")) for r in rank.said("step")}
+
+
+def acted(rank: RankReport) -> dict[int, tuple[Any, ...]]:
+    """Only the steps at which something was done."""
+    return {t: a for t, a in actions(rank).items() if a != (False, 1.0, None)}
+
+
+def script(rank: RankReport) -> dict[str, dict[str, Any]]:
+    """For a run by hand that shall do the same."""
+    orders: dict[str, dict[str, Any]] = {}
+    for t, (held, rate, restored) in acted(rank).items():
+        orders[str(t)] = {"held": held, "rate": rate}
+        if restored is not None:
+            orders[str(t)]["restored"] = restored
+    return orders
+
+
+def together(report: Report, *, replicated: bool) -> None:
+    """Actions alike at every step that two survivors both made; equal weights if replicated."""
+    first, *others = survivors(report)
+    mine = actions(first)
+    hashes = {r["t"]: (r["entered"], r["hash"]) for r in first.said("step")}
+    for other in others:
+        theirs = actions(other)
+        parted = [t for t in sorted(mine.keys() & theirs.keys()) if mine[t] != theirs[t]]
+        assert not parted, (
+            f"ranks {first.rank} and {other.rank} acted differently at step {parted[0]}: "
+            f"{mine[parted[0]]} and {theirs[parted[0]]} (held, rate, restored)"
+        )
+        if not replicated:
+            continue
+        for record in other.said("step"):
+            t = record["t"]
+            if t in hashes:
+                assert (record["entered"], record["hash"]) == hashes[t], (
+                    f"ranks {first.rank} and {other.rank} have different weights at step {t}"
+                )
+        ends = [r.last("end") for r in (first, other)]
+        if all(e["ended"] == "done" for e in ends):
+            assert ends[0]["hash"] == ends[1]["hash"], "different weights at the end"
+
+
+def none_hangs(report: Report) -> None:
+    """Everybody ended before the bound."""
+    texts = "\n".join(f"rank {r.rank}:\n{r.text}" for r in report.ranks if r.overdue)
+    assert not report.overdue, f"ranks {report.overdue} were still there at the bound\n{texts}"
+
+
+def in_time(report: Report, base_s: float, *, timeout_s: float, fault_s: float = 0.0) -> None:
+    """The unattached run, the fault's own length, one timeout, and a margin."""
+    none_hangs(report)
+    bound = base_s + fault_s + timeout_s + MARGIN_S
+    assert report.wall_s <= bound, f"took {report.wall_s:.1f} s, allowed {bound:.1f} s"
+
+
+def groups_work(report: Report, *, but: Iterable[int] = ()) -> None:
+    """The user made a group and reduced in it, before and after detach()."""
+    for rank in report.ranks:
+        if rank.rank in but or rank.last("end")["ended"] != "done":
+            continue
+        for what in ("groups", "groups_after"):
+            for said in rank.said(what):
+                assert said["works"], f"rank {rank.rank}, {what}: {said['error']}"
+
+
+def whole(directory: Path, ranks: int, shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+    """Full parameters from what each rank saved: shards along the first dimension, or copies."""
+    parts = [torch.load(directory / f"rank{r}.pt", weights_only=True) for r in range(ranks)]
+    full = {}
+    for name, shape in shapes.items():
+        held = [p[name] for p in parts]
+        if list(held[0].shape) == shape and all(torch.equal(held[0], h) for h in held):
+            full[name] = held[0]
+        else:
+            full[name] = torch.cat([h for h in held if h.numel()])
+        assert list(full[name].shape) == shape, f"{name}: {list(full[name].shape)} for {shape}"
+    return full
