@@ -10,16 +10,22 @@ Answers are believed only if their seal fits the request (see wire.messages).
 
 HTTP is spoken by hand, as much of it as the sidecar speaks: one request, one answer with a
 content-length or until the end of the connection. It costs a third of http.client's time, most of
-which goes into header objects that nobody here asks for.
+which goes into header objects that nobody here asks for. The socket never blocks: a step is one
+send, one poll, one recv.
 
-Units:   deadlines in seconds from the call.
-Threads: none inside; one Client serves one thread.
+What no deadline can bound is the lookup of a host name, so a step never does one: resolve() does,
+and register() and get(), which nobody calls inside a step. An address needs no lookup.
+
+Units:   deadlines in seconds from the call; after it a call ends as soon as its thread gets a core.
+Threads: none inside; one Client serves one thread. share() may be called by another.
 Errors:  MissError, with the reason as a word that counters can use.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import select
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -69,12 +75,24 @@ class _Connection:
         self._sock = sock
         self._clock = clock
         self._buffer = b""
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
         self.until = 0.0
 
     def send(self, data: bytes) -> None:
         """Send all of it; raises TimeoutError at the deadline."""
-        self._sock.settimeout(self._left())
-        self._sock.sendall(data)  # its timeout is for the whole call, unlike that of recv
+        self._left()
+        sent = self._send(data)
+        if sent == len(data):
+            return
+        rest = memoryview(data)
+        self._poll.modify(self._sock, select.POLLOUT)
+        try:
+            while len(rest := rest[sent:]):
+                self._wait()
+                sent = self._send(rest)
+        finally:
+            self._poll.modify(self._sock, select.POLLIN)
 
     def answer(self) -> tuple[int, dict[str, str], bytes]:
         """Status, headers (names in lower case) and body of the next answer.
@@ -145,8 +163,23 @@ class _Connection:
         self._buffer += more
 
     def _receive(self) -> bytes:
-        self._sock.settimeout(self._left())
-        return self._sock.recv(65536)
+        while True:
+            self._wait()
+            try:
+                return self._sock.recv(65536)
+            except BlockingIOError:
+                continue  # woken for nothing
+
+    def _send(self, data: bytes | memoryview) -> int:
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+
+    def _wait(self) -> None:
+        """Until the socket is ready; raises TimeoutError at the deadline."""
+        while not self._poll.poll(math.ceil(self._left() * 1e3)):
+            pass
 
     def _left(self) -> float:
         seconds = self.until - self._clock()
@@ -178,16 +211,21 @@ class Client:
         self._clock = clock
         self._token = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
         self._path, self._host, self._port = _parse(url)
-        self._addresses: list[tuple[Any, ...]] = []
+        self._addresses = _literal(self._host, self._port)
+        self._named = not self._path and not self._addresses
+        self._paths: dict[tuple[str, str], str] = {}
         self._connection: _Connection | None = None
 
-    def resolve(self) -> None:
+    def resolve(self, *, anew: bool = False) -> None:
         """Look the host name up. It cannot be bounded in time, so never do it inside a step.
+
+        Args:
+            anew: also when it was found before: a sidecar that moved has another address.
 
         Raises:
             MissError: unreachable.
         """
-        if self._path or self._addresses:
+        if not self._named or (self._addresses and not anew):
             return
         try:
             found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
@@ -195,8 +233,13 @@ class Client:
             raise MissError("unreachable", f"{self.url}: {error}") from error
         self._addresses = list(found)
 
+    def share(self, other: Client) -> None:
+        """Use the addresses that `other`, a client of the same URL, has found."""
+        self._addresses = list(other._addresses)
+
     def register(self, message: Register, *, deadline_s: float) -> Registered:
-        """Introduce this process; raises MissError."""
+        """Introduce this process, looking its name up if need be; raises MissError."""
+        self.resolve()
         return self._call("PUT", "", message, Registered, deadline_s)
 
     def post_steps(self, message: Steps, *, deadline_s: float = DEADLINE_S) -> Reply:
@@ -212,9 +255,11 @@ class Client:
         return self._call("POST", "/close", message, Accepted, deadline_s)
 
     def get(self, path: str, *, deadline_s: float) -> bytes:
-        """The body of any page of the sidecar, for people; raises MissError."""
+        """The body of any page of the sidecar, for people; looks its name up; raises MissError."""
+        self.resolve()
         headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
-        status, _, body = self._exchange("GET", path, b"", headers, deadline_s)
+        until = self._clock() + deadline_s
+        status, _, body = self._exchange("GET", path, b"", headers, until, deadline_s)
         if status != OK:
             raise MissError("refused", f"{self.url}{path} answered {status}: {body[:200]!r}")
         return body
@@ -229,11 +274,15 @@ class Client:
     def _call(
         self, method: str, what: str, message: Message, kind: type[M], deadline_s: float
     ) -> M:
-        path = f"/v1/runs/{quote(message.run, safe='')}{what}"
+        until = self._clock() + deadline_s  # encoding counts: the caller waits for that too
+        path = self._paths.get((message.run, what))
+        if path is None:
+            path = f"/v1/runs/{quote(message.run, safe='')}{what}"
+            self._paths[message.run, what] = path
         body = messages.encode_message(message)
         seal = messages.seal(self._token, path, body)
         headers = {"content-type": messages.CONTENT_TYPE, messages.SEAL_HEADER: seal}
-        status, given, answer = self._exchange(method, path, body, headers, deadline_s)
+        status, given, answer = self._exchange(method, path, body, headers, until, deadline_s)
         genuine = messages.sealed(
             self._token, path, answer, given.get(messages.SEAL_HEADER, ""), seal
         )
@@ -254,9 +303,14 @@ class Client:
         raise MissError(code, refused.detail)
 
     def _exchange(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str], deadline_s: float
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        until: float,
+        deadline_s: float,
     ) -> tuple[int, Mapping[str, str], bytes]:
-        until = self._clock() + deadline_s
         lines = [f"{method} {path} HTTP/1.1", f"host: {self._host or 'sidecar'}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         lines += [f"content-length: {len(body)}", "", ""]
@@ -304,12 +358,15 @@ class Client:
     def _open(self, until: float) -> socket.socket:
         if self._path:
             return self._dial(socket.AF_UNIX, 0, self._path, until)
-        self.resolve()
-        problem: OSError = ConnectionRefusedError("no address")
-        for family, _, protocol, _, address in self._addresses:
+        problem: OSError = ConnectionRefusedError(
+            f"{self._host} has not been looked up" if self._named else "no address"
+        )
+        for place, (family, _, protocol, _, address) in enumerate(self._addresses):
             try:
                 sock = self._dial(family, protocol, address, until)
             except TimeoutError:
+                # The deadline is spent: let the next call begin with another address.
+                self._addresses = self._addresses[place + 1 :] + self._addresses[: place + 1]
                 raise
             except OSError as error:
                 problem = error
@@ -325,11 +382,23 @@ class Client:
         sock = socket.socket(family, socket.SOCK_STREAM, protocol)
         try:
             sock.settimeout(left)
-            sock.connect(address)
+            sock.connect(address)  # a Unix socket whose backlog is full says so at once
+            sock.setblocking(False)
         except BaseException:
             sock.close()
             raise
         return sock
+
+
+def _literal(host: str, port: int) -> list[tuple[Any, ...]]:
+    """The address of a host that is given as one; nothing is asked, so it cannot wait."""
+    if not host:
+        return []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except OSError:
+        return []
+    return list(found)
 
 
 def _parse(url: str) -> tuple[str, str, int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -240,6 +242,142 @@ def test_a_refusal_says_what_it_is_about() -> None:
     with talking_to(refuse) as client, pytest.raises(MissError, match="another process") as caught:
         client.put_state(MESSAGE, deadline_s=2.0)
     assert caught.value.reason == "fenced"
+
+
+def test_a_tcp_listener_that_never_accepts_is_left_at_the_deadline() -> None:
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1))
+        for _ in range(4):  # fill the backlog: from then on the kernel drops what knocks
+            knocking = held.enter_context(socket.socket())
+            knocking.setblocking(False)
+            knocking.connect_ex(listener.getsockname())
+        time.sleep(0.02)
+        client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}", token="")
+        reason, waited = missed(client)
+    assert reason == "timeout"
+    assert DEADLINE_S * 0.9 <= waited <= DEADLINE_S + SLACK_S
+
+
+def test_a_unix_listener_with_a_full_backlog_is_a_miss_and_no_wait(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(path)
+        listener.listen(0)
+        for _ in range(4):
+            knocking = held.enter_context(socket.socket(socket.AF_UNIX))
+            knocking.setblocking(False)
+            knocking.connect_ex(path)
+        reason, waited = missed(Client(f"unix://{path}", token=""))
+    assert reason in ("unreachable", "timeout")
+    assert waited <= DEADLINE_S + SLACK_S
+
+
+def test_a_server_that_accepts_and_is_frozen_is_left_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel completes the handshake
+        client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}", token="")
+        first, waited = missed(client)
+        again, waited_again = missed(client)
+    assert (first, again) == ("timeout", "timeout")
+    assert max(waited, waited_again) <= DEADLINE_S + SLACK_S
+
+
+def test_a_server_that_does_not_read_holds_a_long_request_only_until_the_deadline() -> None:
+    long = HandOver(run="r", incarnation="i", fence=1, seq=0, state=bytes(8 * 2**20))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}", token="")
+        start = time.perf_counter()
+        with pytest.raises(MissError) as caught:
+            client.put_state(long, deadline_s=0.3)
+        waited = time.perf_counter() - start
+    assert caught.value.reason == "timeout"
+    assert waited <= 0.3 + SLACK_S
+
+
+def test_a_request_larger_than_the_sockets_buffers_arrives_whole() -> None:
+    long = HandOver(run="r", incarnation="i", fence=1, seq=0, state=bytes(range(256)) * 2**15)
+    seen: list[bytes] = []
+
+    def answer(connection: socket.socket, request: bytes) -> None:
+        seen.append(request.partition(b"\r\n\r\n")[2])
+        good(connection, request)
+
+    with talking_to(answer) as client:
+        assert client.put_state(long, deadline_s=10.0) == Accepted(run="r")
+        assert client.put_state(MESSAGE, deadline_s=2.0) == Accepted(run="r")
+    assert seen[0] == messages.encode_message(long)
+
+
+def test_a_peer_that_closes_its_half_is_a_reset_at_once() -> None:
+    def half(connection: socket.socket, request: bytes) -> None:
+        connection.shutdown(socket.SHUT_WR)
+        time.sleep(0.5)
+
+    with talking_to(half) as client:
+        reason, waited = missed(client, 2.0)
+    assert reason == "reset"
+    assert waited < 1.0
+
+
+class TestNames:
+    @staticmethod
+    def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        asked: list[str] = []
+        real = socket.getaddrinfo
+
+        def lookup(host: str, port: int, **options: Any) -> Any:
+            if options.get("flags"):
+                return real(host, port, **options)
+            asked.append(host)
+            return real("127.0.0.1", port, **options)
+
+        monkeypatch.setattr(socket, "getaddrinfo", lookup)
+        return asked
+
+    def test_a_step_never_looks_a_name_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = self.count(monkeypatch)
+        with server(good) as listener:
+            client = Client(f"http://sidecar.test:{listener.getsockname()[1]}", token="")
+            assert missed(client)[0] == "unreachable"
+            assert asked == []
+            client.resolve()
+            assert client.put_state(MESSAGE, deadline_s=2.0) == Accepted(run="r")
+            client.close()
+            assert client.put_state(MESSAGE, deadline_s=2.0) == Accepted(run="r")
+            client.resolve()
+            assert asked == ["sidecar.test"]
+            client.resolve(anew=True)
+            assert asked == ["sidecar.test"] * 2
+            client.close()
+
+    def test_what_one_client_found_another_may_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = self.count(monkeypatch)
+        with server(good) as listener:
+            url = f"http://sidecar.test:{listener.getsockname()[1]}"
+            one, other = Client(url, token=""), Client(url, token="")
+            one.resolve()
+            other.share(one)
+            assert other.put_state(MESSAGE, deadline_s=2.0) == Accepted(run="r")
+            other.close()
+        assert asked == ["sidecar.test"]
+
+    def test_an_address_that_swallows_everything_is_tried_last_the_next_time(self) -> None:
+        with contextlib.ExitStack() as held:
+            hole = held.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1))
+            for _ in range(4):
+                knocking = held.enter_context(socket.socket())
+                knocking.setblocking(False)
+                knocking.connect_ex(hole.getsockname())
+            time.sleep(0.02)
+            listener = held.enter_context(server(good))
+            client = Client("http://sidecar.test:1", token="")
+            client._addresses = [
+                (socket.AF_INET, socket.SOCK_STREAM, 0, "", hole.getsockname()),
+                (socket.AF_INET, socket.SOCK_STREAM, 0, "", listener.getsockname()),
+            ]
+            assert missed(client)[0] == "timeout"
+            assert client.put_state(MESSAGE, deadline_s=2.0) == Accepted(run="r")
+            client.close()
 
 
 def test_nobody_there_is_a_miss_at_once() -> None:
