@@ -11,6 +11,7 @@ Errors:  AttachError or ConfigError, before anything of the user's was touched.
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import gc
 import inspect
 import logging
@@ -19,7 +20,7 @@ import platform
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -28,8 +29,9 @@ from sentinel.core.policy import Policy
 from sentinel.core.types import Mode
 from sentinel.traces import ledger
 from sentinel.wire import messages
+from sentinel_hooks import adapters, waiting
 from sentinel_hooks.adapters import plain
-from sentinel_hooks.errors import AttachError
+from sentinel_hooks.errors import AttachError, StillHalted
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.ledger_file import Claim, Keeper
 from sentinel_hooks.link import make_link
@@ -69,7 +71,9 @@ def attach(
     """Watch a training loop, and undo the step that breaks it.
 
     Args:
-        trainer: not supported yet; give the objects.
+        trainer: an HF or Lightning Trainer, an accelerate.Accelerator, or one that an adapter of
+            yours knows (docs/adapters.md). Then none of the objects below is given, and what comes
+            back is a TrainerSession: the same face, alive while training runs.
         model: the module(s) the loop calls: the compiled or DDP wrapper, not the inside.
         optimizer: the optimizer(s) the loop steps; several of one loop are one logical step.
         lr_scheduler: never touched; named so that one call says all.
@@ -95,9 +99,32 @@ def attach(
         ConfigError: the policy or another setting makes no sense.
     """
     if trainer is not None:
-        raise AttachError(
-            f"attach(trainer) cannot take {type(trainer).__name__} yet; pass the objects: "
-            "attach(model=..., optimizer=..., lr_scheduler=..., grad_scaler=...)"
+        for name, value in (
+            ("model", model),
+            ("optimizer", optimizer),
+            ("lr_scheduler", lr_scheduler),
+            ("grad_scaler", grad_scaler),
+        ):
+            if value is not None:
+                raise AttachError(
+                    f"attach() was given a trainer and {name}=; give the trainer, which knows its "
+                    "objects, or the objects without it"
+                )
+        return _attach_trainer(
+            trainer,
+            loss_fn=loss_fn,
+            policy=policy,
+            mode=mode,
+            sidecar=sidecar,
+            decide=decide,
+            run_id=run_id,
+            run_dir=run_dir,
+            record=record,
+            signals=signals,
+            snapshots=snapshots,
+            extra_state=extra_state,
+            batch_id=batch_id,
+            norm_fn=norm_fn,
         )
     target = plain.collect(model, optimizer, lr_scheduler, grad_scaler, extra_state)
     for number, item in enumerate(target.optimizers):
@@ -106,17 +133,7 @@ def attach(
                 f"optimizer {number} is attached already; detach() the other session first, or use "
                 "the one that is there"
             )
-    _check_loss_fn(loss_fn)
-    for name, value in (("batch_id", batch_id), ("norm_fn", norm_fn)):
-        _check_function(name, value)
-    for name, given, kind in (("signals", signals, Signals), ("snapshots", snapshots, Snapshots)):
-        if given is not None and not isinstance(given, kind):
-            raise AttachError(
-                f"{name} must be a sentinel_hooks.{kind.__name__}, got {type(given).__name__}; "
-                f"make one: {kind.__name__}(...)"
-            )
-    if not isinstance(record, bool):
-        raise AttachError(f"record must be True or False, got {record!r}")
+    _check_options(loss_fn, batch_id, norm_fn, signals, snapshots, record)
     directory = _directory(run_dir)
 
     spots: list[BlindSpot] = []
@@ -191,6 +208,60 @@ def attach(
         len(target.optimizers),
     )
     return session
+
+
+def _attach_trainer(trainer: Any, *, loss_fn: Any, **options: Any) -> Session:
+    """Everything that can be checked now; the objects come when training starts."""
+    adapter = adapters.discover(trainer)
+    if waiting.watched(trainer) is not None:
+        raise AttachError(
+            f"this {adapter.name} is attached already; detach() the other session first, or use "
+            "the one that is there"
+        )
+    names = ("batch_id", "norm_fn", "signals", "snapshots", "record")
+    _check_options(loss_fn, *(options[name] for name in names))
+    plain.collect_extra(options["extra_state"])
+    options["run_dir"] = directory = _directory(options["run_dir"])
+    run, named = _run_id(options["run_id"])
+    if named:
+        _refuse_halted(directory / run, run)
+    policy = Policy.load(options["policy"]).with_mode(options["mode"])
+    if options["policy"] != "default":  # a file may be another one when training starts
+        options["policy"] = Policy.load(options["policy"])
+    session = waiting.TrainerSession(
+        trainer,
+        adapter,
+        functools.partial(attach, **options),
+        policy=policy,
+        run_dir=directory,
+        run_id=run if named else "",
+        loss_fn=loss_fn,
+    )
+    logger.info(
+        "attached trainer=%s run=%s policy=%s mode=%s waits_for=%s",
+        adapter.name,
+        session.run_id or "(new)",
+        policy.name,
+        policy.mode,
+        "nothing" if session.live else adapter.waits_for,
+    )
+    return cast(Session, session)  # it has the same face
+
+
+def _check_options(
+    loss_fn: Any, batch_id: Any, norm_fn: Any, signals: Any, snapshots: Any, record: Any
+) -> None:
+    _check_loss_fn(loss_fn)
+    for name, value in (("batch_id", batch_id), ("norm_fn", norm_fn)):
+        _check_function(name, value)
+    for name, given, kind in (("signals", signals, Signals), ("snapshots", snapshots, Snapshots)):
+        if given is not None and not isinstance(given, kind):
+            raise AttachError(
+                f"{name} must be a sentinel_hooks.{kind.__name__}, got {type(given).__name__}; "
+                f"make one: {kind.__name__}(...)"
+            )
+    if not isinstance(record, bool):
+        raise AttachError(f"record must be True or False, got {record!r}")
 
 
 def _check_loss_fn(loss_fn: Any) -> None:
@@ -288,16 +359,9 @@ def _found(directory: Path, run: str, spots: list[BlindSpot]) -> ledger.Saved | 
     """What an earlier process of this run has left.
 
     Raises:
-        AttachError: the run was halted and nobody has cleared that.
+        StillHalted: the run was halted and nobody has cleared that.
     """
-    halted = ledger.read_halted(directory)
-    if halted is not None:
-        at = f" at step {halted['step']} ({halted.get('reason', '')})" if "step" in halted else ""
-        raise AttachError(
-            f"run {run} was halted{at} and {directory / ledger.HALTED} has not been cleared; when "
-            f"the cause is gone: sentinel resume {directory}, or delete that file; to start "
-            "another run, give another run_id"
-        )
+    _refuse_halted(directory, run)
     try:
         found = ledger.read(directory)
     except TraceError as error:
@@ -315,6 +379,18 @@ def _found(directory: Path, run: str, spots: list[BlindSpot]) -> ledger.Saved | 
         spots.append(BlindSpot(f"the ledger in {directory} is of run {found.run}: not used", ""))
         return None
     return found
+
+
+def _refuse_halted(directory: Path, run: str) -> None:
+    halted = ledger.read_halted(directory)
+    if halted is None:
+        return
+    at = f" at step {halted['step']} ({halted.get('reason', '')})" if "step" in halted else ""
+    raise StillHalted(
+        f"run {run} was halted{at} and {directory / ledger.HALTED} has not been cleared; when "
+        f"the cause is gone: sentinel resume {directory}, or delete that file; to start "
+        "another run, give another run_id"
+    )
 
 
 def _first_rank() -> bool:

@@ -2,6 +2,7 @@
 
 * sentinel.core.errors.SentinelError
   - AttachError      attach() was given something it cannot watch
+    - StillHalted    ... a run that was halted and that nobody has cleared
   - TrainingHalted   a policy that may halt stopped the run, on purpose
 """
 
@@ -12,6 +13,10 @@ from sentinel.core.errors import SentinelError
 
 class AttachError(SentinelError, ValueError):
     """attach() cannot watch what it was given; the message says what and the way out."""
+
+
+class StillHalted(AttachError):
+    """The run was halted and nobody has cleared that: it must not go on by accident."""
 
 
 HALT_EXIT_CODE = 86

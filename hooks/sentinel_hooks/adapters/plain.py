@@ -48,7 +48,7 @@ def collect(
         raise AttachError("optimizer holds the same optimizer twice; give each one once")
     _check_shared(models, optimizers)
     scaler = _scaler(grad_scaler)
-    extra = _extra(extra_state)
+    extra = collect_extra(extra_state)
     schedulers = () if lr_scheduler is None else _flat(lr_scheduler)
     for item in schedulers:
         _check_scheduler(item, optimizers)
@@ -144,7 +144,12 @@ def _check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]
         )
 
 
-def _extra(extra_state: Any) -> tuple[Stateful, ...]:
+def collect_extra(extra_state: Any) -> tuple[Stateful, ...]:
+    """The objects that a rollback puts back besides.
+
+    Raises:
+        AttachError: one of them has no state to take or to put back.
+    """
     if not isinstance(extra_state, list | tuple):
         raise AttachError(
             "extra_state must be a list of objects with state_dict() and load_state_dict(), "

@@ -1,0 +1,128 @@
+"""Adapter for accelerate.Accelerator (1.15).
+
+    sentinel.attach(accelerator)            before or after accelerator.prepare(...)
+
+Objects exist after `prepare`. Attached before it, sentinel waits for the first
+`accelerator.backward(loss)`: then everything is prepared, in however many calls. Attached after it,
+it begins at once, with what is prepared so far.
+
+Safe point: the start of the first training forward after the step, as in a plain loop; accelerate
+has no callbacks. `AcceleratedOptimizer.step` between two micro-batches does not reach the
+optimizer inside, and so is no step here either. `accelerator.backward` divides by the accumulation
+steps: the sum of the roots is the step's loss.
+
+`accelerator.free_memory()`, `clear()` and `end_training()` end the training.
+
+Threads: all of it runs in the thread that trains.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sentinel_hooks.seams.patch import Patch, Stand
+from sentinel_hooks.status import BlindSpot
+from sentinel_hooks.waiting import TrainerSession, is_a
+
+_ENDS = ("free_memory", "clear", "end_training")
+
+
+class AccelerateAdapter:
+    """Finds the objects of an Accelerator."""
+
+    name = "accelerate.Accelerator"
+    waits_for = "accelerator.prepare(...) and the first accelerator.backward(loss)"
+
+    def accepts(self, trainer: Any) -> bool:
+        """An Accelerator."""
+        return is_a(trainer, "accelerate.accelerator", "Accelerator")
+
+    def watch(self, trainer: Any, session: TrainerSession) -> Callable[[], None]:
+        """Stand before backward, and behind save_state and what ends a training."""
+        held = weakref.ref(trainer)
+
+        def begin() -> None:
+            accelerator = held()
+            if session.live or accelerator is None or not _prepared(accelerator):
+                return
+            session.begin(
+                model=list(accelerator._models),
+                optimizer=list(accelerator._optimizers),
+                lr_scheduler=list(accelerator._schedulers),
+                grad_scaler=accelerator.scaler,
+                blind_spots=_blind_spots(accelerator),
+            )
+
+        if _prepared(trainer):
+            begin()
+        patches = [_before(trainer, "backward", session.guarded(begin))]
+        patches += [_before(trainer, name, session.guarded(session.end)) for name in _ENDS]
+        patches.append(_after(trainer, "save_state", session.guarded(session.saved)))
+        patches.append(_after(trainer, "prepare", session.guarded(_Late(trainer, session))))
+
+        def unhook() -> None:
+            for patch in patches:
+                patch.remove()
+
+        return unhook
+
+
+class _Late:
+    """Notes what was prepared after sentinel had begun."""
+
+    def __init__(self, accelerator: Any, session: TrainerSession) -> None:
+        self._accelerator = weakref.ref(accelerator)
+        self._session = session
+        self._before = len(accelerator._optimizers)
+
+    def __call__(self, _: Any) -> None:
+        accelerator = self._accelerator()
+        if accelerator is None:
+            return
+        before, self._before = self._before, len(accelerator._optimizers)
+        if self._session.live and self._before > before:
+            self._session.blind_spot(
+                f"{self._before - before} optimizers were prepared after sentinel had begun: "
+                "nobody watches them",
+                "attach after the last accelerator.prepare(...), or before the first",
+            )
+
+
+def _blind_spots(accelerator: Any) -> Sequence[BlindSpot]:
+    """Optimizers that are not torch's."""
+    if "DEEPSPEED" not in str(accelerator.distributed_type):
+        return ()
+    return (
+        BlindSpot(
+            "DeepSpeed steps its own optimizer: neither gradients nor the step are seen",
+            "train with DDP or FSDP2",
+        ),
+    )
+
+
+def _prepared(accelerator: Any) -> bool:
+    return bool(accelerator._models and accelerator._optimizers)
+
+
+def _before(owner: Any, name: str, told: Callable[..., Any]) -> Patch:
+    method = getattr(owner, name)
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        told()
+        return method(*args, **kwargs)
+
+    return Patch(owner, name, Stand(owner, name, body))
+
+
+def _after(owner: Any, name: str, told: Callable[..., Any]) -> Patch:
+    method = getattr(owner, name)
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        answer = method(*args, **kwargs)
+        if answer is not None:
+            told(answer)
+        return answer
+
+    return Patch(owner, name, Stand(owner, name, body))
