@@ -78,6 +78,11 @@ class LayerTable:
                 owner.setdefault(id(parameter), i)
         return np.array([owner.get(id(p), OTHER) for p in parameters], dtype=np.intp)
 
+    def rows_under(self, module: nn.Module) -> list[int]:
+        """Indices of the layers that lie in `module`, itself included, in the table's order."""
+        inside = {id(m) for m in module.modules()}
+        return [i for i, m in enumerate(self._modules) if id(m) in inside]
+
     def _build(self) -> None:
         layers: list[Layer] = []
         seen: set[int] = set()

@@ -8,7 +8,8 @@ events, never on decisions: it knows what was done, not what was asked.
 Units:   step [attempted optimizer steps, 0-based]; loss [nats/token]; norms are L2 over all
          parameters and ranks, before clipping; durations [s].
 Shapes:  per-layer columns are float32 numpy arrays of shape [L], in the order of the layer table.
-         A column, or any scalar, that was not measured is absent or None, never 0.
+         A column, or any scalar, that was not measured is absent or None, never 0; a row of a
+         column that was not measured (a layer without attention) is NOT_MEASURED.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ LAYER_UPDATE_RATIO = "layer_update_ratio"
 LAYER_WEIGHT_NORM = "layer_weight_norm"
 LAYER_ATTENTION_MAX_LOGIT = "layer_attention_max_logit"
 LAYER_ACTIVATION_RMS = "layer_activation_rms"
+LAYER_ACTIVATION_ABSMAX = "layer_activation_absmax"
+LAYER_ACTIVATION_SPREAD = "layer_activation_spread"
+
+# A row of a column without a measurement: the maximum of nothing. nan means measured, and no number.
+NOT_MEASURED = -np.inf
 
 
 class Action(IntEnum):
