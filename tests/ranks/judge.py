@@ -93,15 +93,21 @@ def groups_work(report: Report, *, but: Iterable[int] = ()) -> None:
                 assert said["works"], f"rank {rank.rank}, {what}: {said['error']}"
 
 
-def whole(directory: Path, ranks: int, shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
-    """Full parameters from what each rank saved: shards along the first dimension, or copies."""
-    parts = [torch.load(directory / f"rank{r}.pt", weights_only=True) for r in range(ranks)]
-    full = {}
-    for name, shape in shapes.items():
-        held = [p[name] for p in parts]
-        if list(held[0].shape) == shape and all(torch.equal(held[0], h) for h in held):
-            full[name] = held[0]
-        else:
-            full[name] = torch.cat([h for h in held if h.numel()])
-        assert list(full[name].shape) == shape, f"{name}: {list(full[name].shape)} for {shape}"
+def joined(held: list[torch.Tensor], shape: list[int]) -> torch.Tensor:
+    """One full tensor from what each rank holds: shards along the first dimension, or copies."""
+    if list(held[0].shape) == shape and all(torch.equal(held[0], h) for h in held):
+        return held[0]
+    full = torch.cat([h for h in held if h.numel()])
+    assert list(full.shape) == shape, f"{list(full.shape)} for {shape}"
     return full
+
+
+def whole(
+    directory: Path, ranks: int, shapes: dict[str, list[int]], *, step: int = -1, part: str = ""
+) -> dict[str, torch.Tensor]:
+    """Full parameters as saved at the end, or `part` of the dump of a step."""
+    suffix = "" if step < 0 else f"-step{step}"
+    saved = [torch.load(directory / f"rank{r}{suffix}.pt", weights_only=True) for r in range(ranks)]
+    if part:
+        saved = [s[part] for s in saved]
+    return {name: joined([s[name] for s in saved], shape) for name, shape in shapes.items()}

@@ -22,6 +22,7 @@ import datetime as dt
 import hashlib
 import math
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -73,13 +74,14 @@ class Setup:
         damage: steps before whose forward all ranks multiply their weights by noise.
         rogue: {step: rank} that rank alone leaves its update out: what a judge must notice.
         survey: say which places were passed in which step.
+        dump: steps whose gradients (before clipping) and weights go to rank<r>-step<t>.pt.
         script: {step: {"held", "rate", "restored"}}: done by hand, as another run's books say.
     """
 
     world: str = "ddp"
     seed: int = 1
     steps: int = 44
-    rows: int = 8
+    rows: int = 16
     timeout_s: float = 4.0
     attach: str = "none"
     rules: str = RULES
@@ -98,6 +100,7 @@ class Setup:
     survey: bool = False
     instrument: bool = True
     rogue: dict[str, int] = field(default_factory=dict)
+    dump: list[int] = field(default_factory=list)
     script: dict[str, dict[str, Any]] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     snapshots: dict[str, Any] = field(default_factory=dict)
@@ -153,7 +156,7 @@ def batch(seed: int, t: int, rank: int, micro: int, rows: int) -> tuple[Tensor, 
     g = torch.Generator().manual_seed(((seed * 1009 + t) * 97 + rank) * 13 + micro)
     x = torch.randn(rows, IN, generator=g)
     noise = torch.randn(rows, 1, generator=g)
-    return x, x.sum(1, keepdim=True).sin() + 2.0 + 0.3 * noise
+    return x, (x.sum(1, keepdim=True) / 4).sin() + 2.0 + 0.3 * noise
 
 
 def initial(seed: int, recompute: bool = False) -> Net:
@@ -264,7 +267,7 @@ class World:
         """The same on every rank: weights times noise."""
         with torch.no_grad():
             for p in self.parameters:
-                local(p).mul_(-1.5)
+                local(p).mul_(-2.5)
 
 
 class Books:
@@ -289,6 +292,15 @@ class Books:
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         scheduled = self.world.schedule.get_last_lr()[0]
         self.rate = round(optimizer.param_groups[0]["lr"] / scheduled, 9)
+
+    def dump(self) -> None:
+        """What the norm is the norm of; and the weights it was made with."""
+        named = list(zip(self.world.names, self.world.parameters, strict=True))
+        grads = {n: local(p.grad).clone() for n, p in named if p.grad is not None}
+        weights = {n: local(p).clone() for n, p in named}
+        torch.save(
+            {"grads": grads, "weights": weights}, f"rank{self.me.number}-step{self.me.step}.pt"
+        )
 
     def forward(self) -> None:
         if not self.entered:
@@ -358,9 +370,16 @@ def train(me: Rank) -> int:
     me.join(setup.timeout_s)
     world = World(me, setup)
     session = None
+    told: dict[str, Any] = {}
     if setup.attach == "all" or (setup.attach == "rank0" and me.number == 0):
-        session = attach(me, world)
-    me.say("ready", seconds=time.monotonic() - began)
+        asked = time.monotonic()
+        try:
+            session = attach(me, world)
+        except Exception as error:
+            traceback.print_exc()
+            told["refused"] = f"{type(error).__name__}: {error}"[:300]
+        told["attach_s"] = time.monotonic() - asked
+    me.say("ready", seconds=time.monotonic() - began, **told, **me.survey())
     books = Books(me, world)
     books.watch()
     hand = Hand(world)
@@ -411,6 +430,8 @@ def step(me: Rank, world: World, books: Books, hand: Hand, session: Any, t: int)
     world.optimizer.zero_grad()
     loss = world.backward(t)
     restored = books.restored(t)
+    if t in setup.dump:
+        books.dump()
     if setup.clip is not None:
         torch.nn.utils.clip_grad_norm_(world.net.parameters(), setup.clip)
     before = books.now()
@@ -429,10 +450,7 @@ def step(me: Rank, world: World, books: Books, hand: Hand, session: Any, t: int)
     record["loss"] = loss if math.isfinite(loss) else repr(loss)
     if session is not None:
         record["protection"] = str(session._protection()[0])
-    if me.passed is not None:
-        record["passed"] = sorted({place for s, place in me.passed if s == t})
-        me.passed = []
-    me.say("step", **record)
+    me.say("step", **record, **me.survey())
 
 
 def finish(me: Rank, world: World, books: Books, session: Any, ended: str) -> None:
@@ -459,8 +477,8 @@ def finish(me: Rank, world: World, books: Books, session: Any, ended: str) -> No
     if session is not None:
         began = time.monotonic()
         session.detach()
-        me.say("detached", seconds=time.monotonic() - began)
-    if ended == "done" and session is not None:
+        me.say("detached", seconds=time.monotonic() - began, **me.survey())
+    if ended == "done" and setup.attach != "none":
         me.say("groups_after", **user_groups(me))
 
 

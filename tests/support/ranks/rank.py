@@ -78,6 +78,13 @@ class Rank:
         """The fault of this kind that is due in this step, for those the loop carries out."""
         return next((f for f in self._faults if f["kind"] == kind and f["step"] == self.step), None)
 
+    def survey(self) -> dict[str, Any]:
+        """Places passed since the last call, in "passed"; "!" marks those that may not raise."""
+        if self.passed is None:
+            return {}
+        found, self.passed = sorted({place for _, place in self.passed}), []
+        return {"passed": found}
+
     def at(self, place: str, *, may_raise: bool = False) -> None:
         """A place is passed."""
         if self.passed is not None and threading.get_ident() == self._home:
