@@ -1,6 +1,6 @@
 """The `sentinel` command.
 
-    sentinel serve | status | replay | snapshots | demo | policy      (--help on each)
+    sentinel serve | status | replay | snapshots | demo | policy | dashboards      (--help on each)
 
 Exit status: 0, or 1 when it was asked for something that it could not do, or 2 for bad usage.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from sentinel import __version__
-from sentinel.cli import replay, resume, snapshots
+from sentinel.cli import dashboards, replay, resume, snapshots
 from sentinel.client import TOKEN_VARIABLE, Client, MissError
 from sentinel.core.errors import SentinelError
 from sentinel.core.policy import SHIPPED, Policy
@@ -87,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_parser(commands)
     snapshots.add_parser(commands)
     resume.add_parser(commands)
+    dashboards.add_parser(commands)
 
     commands.add_parser("demo", help="a run goes wrong and is saved (needs torch)", add_help=False)
 
