@@ -1,6 +1,6 @@
 """`sentinel snapshots RUN`: what a run has on disk, and what of it can be used.
 
-    sentinel snapshots sentinel-runs/r7              steps, candidate/healthy/..., sizes
+    sentinel snapshots sentinel-runs/r7              steps, candidate/healthy/..., sizes, ranks
     sentinel snapshots r7 --verify                   read every byte and compare checksums
     sentinel snapshots r7 --json                     the same for programs
 
@@ -69,30 +69,48 @@ def _as_dict(snapshot: DiskSnapshot) -> dict[str, Any]:
         "parameters": snapshot.parameters,
         "weights": snapshot.weights,
         "adopted": snapshot.adopted,
+        "ranks": snapshot.ranks,
+        "parts": list(snapshot.parts),
     }
 
 
+def _ranks(snapshot: DiskSnapshot) -> str:
+    """How many ranks wrote it, or how many of them had when it was cut off."""
+    if not snapshot.ranks:
+        return "-"
+    if len(snapshot.parts) == snapshot.ranks:
+        return str(snapshot.ranks)
+    return f"{len(snapshot.parts)}/{snapshot.ranks}"
+
+
 def _lines(found: list[DiskSnapshot], *, verified: bool) -> list[str]:
-    rows = [("step", "attempt", "state", "MiB", "saved", "")]
+    several = any(s.ranks > 1 for s in found)
+    rows = [("step", "attempt", "state", "MiB", "ranks", "saved", "")]
     rows += [
         (
             str(s.step),
             str(s.attempt),
             str(s.health),
             f"{s.size_bytes / 2**20:.1f}",
+            _ranks(s),
             s.saved_at or "-",
             "; ".join(filter(None, (s.reason, s.adopted and f"adopted {s.adopted}"))),
         )
         for s in found
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
     lines = []
-    for row in rows:
-        step, attempt, state, size, saved, reason = row
-        lines.append(
-            f"{step:>{widths[0]}}  {attempt:>{widths[1]}}  {state:<{widths[2]}}  "
-            f"{size:>{widths[3]}}  {saved:<{widths[4]}}  {reason}".rstrip()
-        )
+    for step, attempt, state, size, ranks, saved, reason in rows:
+        cells = [
+            f"{step:>{widths[0]}}",
+            f"{attempt:>{widths[1]}}",
+            f"{state:<{widths[2]}}",
+            f"{size:>{widths[3]}}",
+            *([f"{ranks:>{widths[4]}}"] if several else []),
+            f"{saved:<{widths[5]}}",
+            reason,
+        ]
+        lines.append("  ".join(cells).rstrip())
     how = "every byte compared" if verified else "sizes compared; --verify compares every byte"
     lines.append(f"{len(found)} in {found[0].path.parent}; {how}")
     return lines

@@ -6,11 +6,14 @@
 A run keeps them under `<run directory>/snapshots/<step>-<attempt>-<number>/`, each in a directory
 of its own:
 
-    __0_0.distcp, .metadata    tensors, written by torch.distributed.checkpoint
+    __0_0.distcp, .metadata    tensors, in the files of torch.distributed.checkpoint
     rank-0.pt                  everything else: counters, schedulers, RNG, the engine's statistics
     manifest-0.json            one per rank: files, sizes, CRC32, step, attempt, run, parameters
     COMMIT                     written last, when all of the above is on the disk
     HEALTHY or UNHEALTHY       what became of the candidate
+
+With several ranks each writes __<rank>_0.distcp, rank-<rank>.pt, part-<rank>.pickle and its
+manifest; rank 0 then makes .metadata of the parts, which COMMIT lists with its checksum.
 
 Where the user's own checkpoints are adopted, the manifest lists no files and names the checkpoint
 under "adopted": whether it is still there is looked at, what is in it is the user's business.
@@ -25,6 +28,7 @@ Errors:  damage is an answer here, not an exception; only write_durably() raises
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -39,7 +43,10 @@ FORMAT = 1
 DIRECTORY = "snapshots"
 COMMIT, HEALTHY, UNHEALTHY = "COMMIT", "HEALTHY", "UNHEALTHY"
 _NAME = re.compile(r"^(\d+)-(\d+)-(\d+)$")
+_MANIFEST = re.compile(r"^manifest-(\d+)\.json$")
 _CHUNK = 1 << 20
+# What the manifests of one save have in common.
+AGREED = ("run", "step", "attempt", "world", "policy_hash", "engine_version", "parameters", "torch")
 
 
 class Health(StrEnum):
@@ -65,6 +72,8 @@ class DiskSnapshot:
         run, saved_at, parameters: from the manifest; "" where there is none to be read.
         weights: hash of the parameters' values.
         adopted: the user's own checkpoint that it stands for.
+        ranks: how many wrote it; 0 where nothing says so.
+        parts: the ranks whose part is there.
     """
 
     path: Path
@@ -79,6 +88,8 @@ class DiskSnapshot:
     parameters: str = ""
     weights: str = ""
     adopted: str = ""
+    ranks: int = 0
+    parts: tuple[int, ...] = ()
 
 
 class _DamageError(Exception):
@@ -117,13 +128,30 @@ def inspect_snapshot(path: Path, *, verify: bool = False, run: str | None = None
     """What is known of one directory; see list_snapshots()."""
     step, attempt, number = parse_name(path.name) or (-1, -1, -1)
     size = _tree_bytes(path)
+    parts = _parts(path)
     if not (path / COMMIT).exists():
+        ranks = _ranks_of(path, parts)
         reason = "no COMMIT: the save was cut off"
-        return DiskSnapshot(path, step, attempt, number, Health.TORN, reason, size)
+        missing = [rank for rank in range(ranks) if rank not in parts]
+        if ranks > 1:
+            reason += f"; of its {ranks} ranks {_some(missing) if missing else 'none'} had no part"
+        return DiskSnapshot(
+            path, step, attempt, number, Health.TORN, reason, size, ranks=ranks, parts=parts
+        )
     try:
         manifest = _check(path, run=run, parameters=None, contents=verify)
     except _DamageError as error:
-        return DiskSnapshot(path, step, attempt, number, Health.DAMAGED, str(error), size)
+        return DiskSnapshot(
+            path,
+            step,
+            attempt,
+            number,
+            Health.DAMAGED,
+            str(error),
+            size,
+            ranks=_ranks_of(path, parts),
+            parts=parts,
+        )
     health, reason = Health.CANDIDATE, ""
     for name, value in ((HEALTHY, Health.HEALTHY), (UNHEALTHY, Health.UNHEALTHY)):
         try:
@@ -145,8 +173,10 @@ def inspect_snapshot(path: Path, *, verify: bool = False, run: str | None = None
         str(manifest.get("run", "")),
         str(manifest.get("saved_at", "")),
         str(manifest.get("parameters", "")),
-        str(manifest.get("weights", "")),
+        _weights(path, parts, manifest),
         str(manifest.get("adopted", "")),
+        len(parts),
+        parts,
     )
 
 
@@ -165,6 +195,78 @@ def find_damage(
     except _DamageError as error:
         return str(error)
     return ""
+
+
+def find_damaged_file(path: Path, names: Iterable[str]) -> str:
+    """Why these files of a snapshot may not be read; "" when every byte is as it was written.
+
+    For whoever reads only some of them; find_damage(contents=False) comes first.
+    """
+    try:
+        witnesses = {
+            file["name"]: (file, manifest_name(rank))
+            for rank in _parts(path)
+            for file in read_manifest(path, rank)["files"]
+        }
+        witnesses |= {f["name"]: (f, COMMIT) for f in _unseal(path / COMMIT).get("files", ())}
+        for name in names:
+            if name not in witnesses:
+                raise _DamageError(f"{name} is in no manifest")
+            entry, witness = witnesses[name]
+            _compare(path / name, entry, witness, contents=True)
+    except _DamageError as error:
+        return str(error)
+    except (OSError, ValueError) as error:
+        return f"its manifests cannot be read: {error}"
+    return ""
+
+
+def missing_parts(path: Path, ranks: int) -> str:
+    """Why the parts of all ranks make no whole yet; "" when COMMIT may be written.
+
+    All must be there and of one save; their files must have the sizes that the manifests say.
+    """
+    first: dict[str, Any] | None = None
+    for rank in range(ranks):
+        name = manifest_name(rank)
+        try:
+            manifest = read_manifest(path, rank)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except (OSError, ValueError) as error:
+            return f"{name} cannot be read: {error}"
+        first = first or manifest
+        for key in AGREED:
+            if manifest.get(key) != first.get(key):
+                return (
+                    f"{name} says {key} {manifest.get(key)!r}, {manifest_name(0)} says "
+                    f"{first.get(key)!r}"
+                )
+        if (manifest["rank"], manifest["world"]) != (rank, ranks):
+            return f"{name} is of rank {manifest['rank']} of {manifest['world']}, not of {ranks}"
+        try:
+            for file in manifest["files"]:
+                _compare(path / file["name"], file, name, contents=False)
+        except _DamageError as error:
+            return str(error)
+    return ""
+
+
+def ranks_of(path: Path) -> int:
+    """How many ranks have written a committed snapshot.
+
+    Raises:
+        OSError, ValueError: its COMMIT cannot be read.
+    """
+    try:
+        return int(_unseal(path / COMMIT)["ranks"])
+    except _DamageError as error:
+        raise ValueError(str(error)) from error
+
+
+def token(path: Path) -> int:
+    """A number that is the same for all who look at the same committed snapshot."""
+    return checksum(path / COMMIT)[0]
 
 
 def read_manifest(path: Path, rank: int = 0) -> dict[str, Any]:
@@ -209,10 +311,17 @@ def write_manifest(path: Path, rank: int, names: Iterable[str], values: Mapping[
     write_durably(path / manifest_name(rank), text.encode())
 
 
-def commit(path: Path, ranks: int, values: Mapping[str, Any]) -> None:
-    """The last word: from here on the snapshot counts."""
+def commit(path: Path, ranks: int, values: Mapping[str, Any], names: Iterable[str] = ()) -> None:
+    """The last word: from here on the snapshot counts.
+
+    Args:
+        names: files that belong to all ranks together.
+    """
     manifests = [file_entry(path / manifest_name(rank)) for rank in range(ranks)]
+    files = [file_entry(path / name) for name in names]
     data = {"format": FORMAT, "ranks": ranks, **values, "manifests": manifests}
+    if files:
+        data["files"] = files
     write_durably(path / COMMIT, _seal(data))
 
 
@@ -302,6 +411,10 @@ def _check(
         gone = "the directory is gone" if not path.is_dir() else "no COMMIT: the save was cut off"
         raise _DamageError(gone) from None
     first: dict[str, Any] = {}
+    if len(sealed["manifests"]) != sealed["ranks"]:
+        raise _DamageError(
+            f"{COMMIT} names {len(sealed['manifests'])} manifests of {sealed['ranks']} ranks"
+        )
     for entry in sealed["manifests"]:
         name = str(entry["name"])
         try:
@@ -336,7 +449,42 @@ def _check(
         for file in manifest["files"]:
             _compare(path / file["name"], file, name, contents=contents)
         first = first or manifest
+    for file in sealed.get("files", ()):
+        _compare(path / file["name"], file, COMMIT, contents=contents)
     return first
+
+
+def _parts(path: Path) -> tuple[int, ...]:
+    """The ranks that have written a manifest."""
+    try:
+        found = [_MANIFEST.match(entry.name) for entry in os.scandir(path)]
+    except OSError:
+        return ()
+    return tuple(sorted(int(match[1]) for match in found if match))
+
+
+def _ranks_of(path: Path, parts: Iterable[int]) -> int:
+    """How many ranks a save is of, as far as any manifest can be read."""
+    for rank in parts:
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            return int(read_manifest(path, rank).get("world", 1))
+    return 0
+
+
+def _weights(path: Path, parts: tuple[int, ...], first: Mapping[str, Any]) -> str:
+    """Hash of the parameters' values: of one rank as it says, of several over all their hashes."""
+    if len(parts) < 2:
+        return str(first.get("weights", ""))
+    h = hashlib.blake2b(digest_size=16)
+    for rank in parts:
+        with contextlib.suppress(OSError, ValueError):
+            h.update(str(read_manifest(path, rank).get("weights", "")).encode())
+    return h.hexdigest()
+
+
+def _some(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
 
 def _compare(path: Path, entry: Mapping[str, Any], witness: str, *, contents: bool) -> None:

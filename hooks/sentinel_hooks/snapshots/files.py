@@ -1,18 +1,21 @@
 """One snapshot's files: from an image in host memory to torch.distributed.checkpoint and back.
 
     rest = capture(target)                          what only the disk copy holds, in milliseconds
-    names = write(directory, image, rest, target)   slow, needs no live object: in the background
-    image, rest = read(directory)                   into host memory; nothing of the run moves
+    names = write(directory, image, rest, attempt=0)     slow, needs no live object: in a thread
+    image, rest = read(directory, places(target))   into host memory; nothing of the run moves
     put_back_all(target, rest)                      for a restarted process: schedules, RNG
 
-Tensors go through torch.distributed.checkpoint, under the names that people expect:
+Tensors go through torch.distributed.checkpoint (parts.py), under the names that people expect:
 `model.<name>` (`model_1.` for a second model), `optimizer.state.<parameter>.<key>`, and
 `outside.<optimizer>.<group>.<index>` for parameters that only an optimizer knows. Everything else
-is a plain dict in rank-0.pt, in which a tensor is named by {"__tensor__": name, "device": ...}.
+is a plain dict in rank-<rank>.pt, in which a tensor is named by {"__tensor__": name, ...}.
 
-DCP's planner and writer are driven here one by one, as its save() drives them in one process:
-save() warns when torch.distributed is not initialised, and with it would talk to other ranks from a
-thread. That also keeps its CheckpointException, which no `except Exception` catches, out of here.
+With several ranks each writes, without a word to the others, its own parts of DTensors and its own
+rank-<rank>.pt; rank 0 writes the plain tensors of models and optimizers, which are equal on all
+ranks. Plain tensors of the user's own objects may differ and stay in each rank's dict. merge()
+makes the whole of it. Reading needs no equal number of ranks: the live model says which slices this
+rank wants. What cannot be cut anew (RNG, schedules, the user's objects) comes from the same rank's
+dict if there is one; Image.notes says what could not be had.
 
 Errors:  write() and read() raise whatever the disk, torch or an unpicklable object of the user's
          raises; checksums are the business of sentinel.traces.snapshots.
@@ -23,21 +26,35 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sentinel.wire import codec
-from sentinel_hooks.snapshots.ram import HostTensor, Image, freeze, live_tensors, thaw
+from sentinel_hooks.snapshots import shards
+from sentinel_hooks.snapshots.ram import (
+    HostTensor,
+    Image,
+    SnapshotError,
+    freeze,
+    inner,
+    live_tensors,
+    plain_name,
+    thaw,
+)
+from sentinel_hooks.snapshots.shards import Cut
 from sentinel_hooks.target import Target
 
+if TYPE_CHECKING:
+    from sentinel_hooks.snapshots.parts import Item, Source
+
 FORMAT = 1
-REST_FILE = "rank-0.pt"
+METADATA = ".metadata"
 _TENSOR = "__tensor__"
 
 
@@ -49,7 +66,7 @@ class Rest:
         names: for each optimizer, the name of its parameter at (group, index).
         groups: for each optimizer, its parameter groups without the parameters: rates included.
         schedulers: their state_dicts.
-        rng: of torch, cuda (by device), python and numpy.
+        rng: of torch, cuda (by device), python and numpy; empty: this rank's was not saved.
     """
 
     names: list[dict[tuple[int, int], str]] = field(default_factory=list)
@@ -58,14 +75,59 @@ class Rest:
     rng: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A live tensor that a snapshot's values are meant for."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    cut: Cut | None
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where everything goes on this rank.
+
+    Attributes:
+        tensors: as the image names them.
+        optimizers: for each, the parameter at (group, index).
+        layout: hash of names, shapes and types.
+    """
+
+    tensors: dict[tuple[Any, ...], Place]
+    optimizers: list[dict[tuple[int, int], Place]]
+    layout: str
+
+    def device(self, saved: str, near: Place | None) -> torch.device:
+        """The saved device, or this rank's own of the same kind."""
+        device = torch.device(saved)
+        if near is not None and near.device.type == device.type:
+            return near.device
+        own = [p.device for p in self.tensors.values() if p.device.type == device.type]
+        return own[0] if own and device not in own else device
+
+    def mesh(self, dimensions: int) -> Any:
+        """A mesh of so many dimensions that something live is spread over; None without one."""
+        for place in self.tensors.values():
+            if place.cut is not None and len(place.cut.placements) == dimensions:
+                return place.cut.mesh
+        return None
+
+
+def rest_file(rank: int) -> str:
+    """File of a rank's dict."""
+    return f"rank-{rank}.pt"
+
+
 # ---------------------------------------------------------------- between steps
 
 
 def capture(target: Target) -> Rest:
     """Copy what an image of the RAM tier does not hold; draws nothing, moves nothing."""
     known = {
-        id(parameter): name if m == 0 else f"{m}.{name}"
-        for m, model in enumerate(target.models)
+        id(parameter): plain_name(name) if m == 0 else f"{m}.{plain_name(name)}"
+        for m, model in enumerate(map(inner, target.models))
         for name, parameter in model.named_parameters()
     }
     return Rest(
@@ -91,10 +153,30 @@ def capture(target: Target) -> Rest:
     )
 
 
-def _dice(target: Target) -> dict[str, Any]:
-    devices = sorted(
-        {t.device.index or 0 for _, t in live_tensors(target) if t.device.type == "cuda"}
+def places(target: Target) -> Places:
+    """Where a snapshot's values would go now; call it on the trainer's thread."""
+    shards.reshard(target.models)
+    live = dict(live_tensors(target))
+    return Places(
+        {key: _place_of(tensor) for key, tensor in live.items()},
+        [
+            {
+                (g, p): _place_of(parameter)
+                for g, group in enumerate(optimizer.param_groups)
+                for p, parameter in enumerate(group["params"])
+            }
+            for optimizer in target.optimizers
+        ],
+        _layout((key, tensor.shape, tensor.dtype) for key, tensor in live.items()),
     )
+
+
+def _place_of(tensor: Tensor) -> Place:
+    return Place(tuple(tensor.shape), tensor.dtype, tensor.device, shards.cut_of(tensor))
+
+
+def _dice(target: Target) -> dict[str, Any]:
+    devices = _cuda_devices(target)
     kind, keys, *position = np.random.get_state()  # noqa: NPY002
     return {
         "torch": torch.get_rng_state(),
@@ -102,6 +184,10 @@ def _dice(target: Target) -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.array(keys, dtype=np.int64)), *position),
     }
+
+
+def _cuda_devices(target: Target) -> list[int]:
+    return sorted({t.device.index or 0 for _, t in live_tensors(target) if t.device.type == "cuda"})
 
 
 def put_back_all(target: Target, rest: Rest) -> None:
@@ -118,9 +204,14 @@ def put_back_all(target: Target, rest: Rest) -> None:
         if state is not None:
             scheduler.load_state_dict(thaw(state))
     rng = rest.rng
+    if not rng:
+        return
     torch.set_rng_state(rng["torch"])
-    for index, state in rng["cuda"].items():
-        torch.cuda.set_rng_state(state, index)
+    saved, here = rng["cuda"], _cuda_devices(target)
+    # Another rank count or order of devices: one for one, where there are as many.
+    targets = dict(zip(saved, here, strict=True)) if len(saved) == len(here) else {}
+    for index, state in saved.items():
+        torch.cuda.set_rng_state(state, targets.get(index, index))
     random.setstate(rng["python"])
     kind, keys, *position = rng["numpy"]
     np.random.set_state(  # noqa: NPY002
@@ -129,17 +220,20 @@ def put_back_all(target: Target, rest: Rest) -> None:
 
 
 def layout(image: Image) -> str:
-    """Hash of the names, shapes and types of the parameters and buffers."""
-    return _layout((key, saved.data) for key, saved in image.tensors.items())
+    """Hash of the names, shapes and types of the parameters and buffers; of the whole tensors."""
+    return _layout(
+        (key, saved.cut.size if saved.cut is not None else saved.data.shape, saved.data.dtype)
+        for key, saved in image.tensors.items()
+    )
 
 
 def live_layout(target: Target) -> str:
     """The same of the live model: equal when a snapshot can be put back."""
-    return _layout(live_tensors(target))
+    return _layout((key, tensor.shape, tensor.dtype) for key, tensor in live_tensors(target))
 
 
 def weights_hash(image: Image) -> str:
-    """Hash of the values of the parameters and buffers."""
+    """Hash of the values of the parameters and buffers, of this rank's parts of them."""
     h = hashlib.blake2b(digest_size=16)
     for saved in image.tensors.values():
         data = saved.data
@@ -148,19 +242,27 @@ def weights_hash(image: Image) -> str:
     return h.hexdigest()
 
 
-def _layout(items: Any) -> str:
+def _layout(items: Iterable[tuple[Any, Sequence[int], torch.dtype]]) -> str:
     h = hashlib.blake2b(digest_size=16)
-    for key, tensor in items:
-        h.update(f"{key} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+    for key, shape, dtype in items:
+        h.update(f"{key} {tuple(shape)} {dtype}\n".encode())
     return h.hexdigest()
 
 
 # ---------------------------------------------------------------- writing
 
 
-def write(directory: Path, image: Image, rest: Rest, *, attempt: int) -> list[str]:
-    """Write everything into an existing empty directory and sync it; the files' names."""
-    packer = _Packer()
+def write(
+    directory: Path, image: Image, rest: Rest, *, attempt: int, rank: int = 0, world: int = 1
+) -> list[str]:
+    """Write everything of this rank into an existing directory and sync it; the files' names.
+
+    Raises:
+        FileExistsError: this rank has written there before.
+    """
+    from sentinel_hooks.snapshots import parts
+
+    packer = _Packer(rank, world)
     models = [(list(key), packer.put(saved, *_place(key))) for key, saved in image.tensors.items()]
     optimizers = [
         _pack_optimizer(packer, number, kept, rest.names[number] if rest.names else {})
@@ -170,23 +272,58 @@ def write(directory: Path, image: Image, rest: Rest, *, attempt: int) -> list[st
         "format": FORMAT,
         "step": image.step,
         "attempt": attempt,
+        "rank": rank,
+        "world": world,
         "stats": codec.encode_stats(image.stats),
         "size_bytes": image.size_bytes,
         "tensors": models,
         "optimizers": optimizers,
         "scaler": image.scaler,
-        "extra": [packer.tree(value, f"extra_{i}") for i, value in enumerate(image.extra)],
+        "extra": [packer.own(value, f"extra_{i}") for i, value in enumerate(image.extra)],
         "names": rest.names,
-        "groups": [packer.tree(g, f"groups_{i}") for i, g in enumerate(rest.groups)],
-        "schedulers": [packer.tree(s, f"scheduler_{i}") for i, s in enumerate(rest.schedulers)],
+        "groups": [packer.own(g, f"groups_{i}") for i, g in enumerate(rest.groups)],
+        "schedulers": [packer.own(s, f"scheduler_{i}") for i, s in enumerate(rest.schedulers)],
         "rng": rest.rng,
     }
-    with open(directory / REST_FILE, "xb") as file:
+    with open(directory / rest_file(rank), "xb") as file:
         torch.save(record, file)
         file.flush()
         os.fsync(file.fileno())
-    _dcp_save(directory, packer.tensors)
-    return sorted(entry.name for entry in os.scandir(directory))
+    parts.save(directory, packer.items, rank=rank, world=world, borrowed=packer.borrowed)
+    if world == 1:
+        return sorted(entry.name for entry in os.scandir(directory))
+    names = [rest_file(rank), parts.part_name(rank)]
+    return names + sorted(e.name for e in os.scandir(directory) if e.name.startswith(f"__{rank}_"))
+
+
+def merge(directory: Path, world: int) -> str:
+    """Make one index of what all ranks have written; its file's name.
+
+    Raises:
+        ValueError: together it is not whole.
+    """
+    from sentinel_hooks.snapshots import parts
+
+    parts.merge(directory, world)
+    return METADATA
+
+
+def total_bytes(image: Image, world: int) -> int:
+    """About what all ranks together will write."""
+    own = sum(_host_bytes(e, sharded=False) + _host_bytes(e, sharded=True) for e in image.extra)
+    cut = _host_bytes([image.tensors, image.optimizers], sharded=True)
+    return image.size_bytes + (world - 1) * (own + cut)
+
+
+def _host_bytes(value: Any, *, sharded: bool) -> int:
+    if isinstance(value, HostTensor):
+        held = value.data.numel() * value.data.element_size()
+        return held if (value.cut is not None) is sharded else 0
+    if isinstance(value, dict):
+        return sum(_host_bytes(v, sharded=sharded) for v in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_host_bytes(v, sharded=sharded) for v in value)
+    return 0
 
 
 def _place(key: tuple[Any, ...]) -> tuple[str, ...]:
@@ -206,148 +343,217 @@ def _pack_optimizer(
             key: packer.tree(value, root, "state", names.get(key, f"{key[0]}.{key[1]}"))
             for key, value in kept["state"].items()
         },
-        "others": packer.tree(kept["others"], root, "others"),
-        "groups": packer.tree(kept["groups"], root, "groups"),
+        "others": packer.own(kept["others"], root, "others"),
+        "groups": packer.own(kept["groups"], root, "groups"),
     }
 
 
 class _Packer:
     """Collects tensors under names; what is left of a tree refers to them."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, Any] = {}
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+        self._names: set[tuple[str, ...]] = set()
+        self.items: list[Item] = []
+        self.borrowed: list[str] = []  # rank 0 writes them
 
     def put(self, saved: HostTensor, *path: str) -> Any:
-        data = saved.data
+        from sentinel_hooks.snapshots.parts import Item
+
+        data, cut = saved.data, saved.cut
         if data.layout is not torch.strided:  # DCP cannot: it stays in the tree
-            return {_TENSOR: "", "data": data, "device": str(saved.device)}
-        name, place = self._free(path)
-        place[name] = data
-        return {
-            _TENSOR: ".".join((*path[:-1], name)),
-            "device": str(saved.device),
-            "stride": tuple(data.stride()),
-        }
+            return self._inline(saved)
+        while path in self._names:
+            path = (*path[:-1], path[-1] + "_")
+        self._names.add(path)
+        name = ".".join(path)
+        ref = {_TENSOR: name, "device": str(saved.device), "stride": tuple(data.stride())}
+        if cut is None:
+            if self._rank == 0:
+                self.items.append(Item(path, data))
+            else:
+                self.borrowed.append(name)
+            return ref
+        words = shards.spell(cut.placements)
+        if cut.offsets is None or words is None:
+            raise SnapshotError(
+                f"{name} is placed {', '.join(map(str, cut.placements))}: such a tensor can be "
+                "kept in RAM, not on disk; switch the disk off with Snapshots(disk=False)"
+            )
+        # An empty part has nothing to say, unless the whole tensor is empty.
+        if cut.owner and (data.numel() or (0 in cut.size and self._rank == 0)):
+            self.items.append(Item(path, data, cut.size, cut.offsets))
+        else:
+            self.borrowed.append(name)
+        spread = {"shape": cut.shape, "offsets": cut.offsets, "placements": words}
+        return {**ref, "cut": spread}
 
-    def _free(self, path: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
-        place = self.tensors
-        for part in path[:-1]:
-            place = place.setdefault(part, {})
-        name = path[-1]
-        while name in place:
-            name += "_"
-        return name, place
+    def own(self, value: Any, *path: str) -> Any:
+        """A tree whose plain tensors may differ from rank to rank."""
+        return self.tree(value, *path, own=self._world > 1)
 
-    def tree(self, value: Any, *path: str) -> Any:
+    def tree(self, value: Any, *path: str, own: bool = False) -> Any:
         if isinstance(value, HostTensor):
-            return self.put(value, *path)
+            return self._inline(value) if own and value.cut is None else self.put(value, *path)
         if isinstance(value, dict):
-            return {k: self.tree(v, *path, _plain(k)) for k, v in value.items()}
+            return {k: self.tree(v, *path, _plain(k), own=own) for k, v in value.items()}
         if isinstance(value, list):
-            return [self.tree(v, *path, str(i)) for i, v in enumerate(value)]
+            return [self.tree(v, *path, str(i), own=own) for i, v in enumerate(value)]
         if type(value) is tuple:
-            return tuple(self.tree(v, *path, str(i)) for i, v in enumerate(value))
+            return tuple(self.tree(v, *path, str(i), own=own) for i, v in enumerate(value))
         return value
+
+    def _inline(self, saved: HostTensor) -> Any:
+        return {_TENSOR: "", "data": saved.data, "device": str(saved.device)}
 
 
 def _plain(key: Any) -> str:
     return str(key) if isinstance(key, str | int) else "key"
 
 
-def _flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    for key, value in nested.items():
-        if isinstance(value, Tensor):
-            yield prefix + key, value
-        else:
-            yield from _flat(value, f"{prefix}{key}.")
-
-
-def _dcp_save(directory: Path, tensors: dict[str, Any]) -> None:
-    # Imported late: it takes 1.6 s.
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-    # No copy-ahead: it would wake CUDA in this thread, for tensors that are in host memory anyway.
-    writer = FileSystemWriter(directory, per_thread_copy_ahead=0)
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(tensors, writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    plans, metadata = planner.create_global_plan([plan])
-    plan = writer.prepare_global_plan(plans)[0]
-    written = writer.write_data(planner.finish_plan(plan), planner).wait()
-    writer.finish(metadata, [written])
-
-
 # ---------------------------------------------------------------- reading
 
 
-def read(directory: Path) -> tuple[Image, Rest]:
-    """The whole snapshot in host memory; check its checksums first, nothing here does."""
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+def read(
+    directory: Path,
+    places: Places,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    saved_by: int = 1,
+    check: Callable[[Iterable[str]], None] = lambda names: None,
+) -> tuple[Image, Rest]:
+    """What this rank needs of a snapshot that `saved_by` ranks have written, in host memory.
 
-    # A pickle: written by this run, found unchanged, and read with the rights of its own user.
+    Args:
+        check: compares the checksums of these files, or raises; called before they are read.
+    """
+    from sentinel_hooks.snapshots.parts import Source
+
+    of = rank if rank < saved_by else 0
+    check([rest_file(of), METADATA])
+    # Pickles: written by this run, found unchanged, and read with the rights of their own user.
     record: dict[str, Any] = torch.load(
-        directory / REST_FILE,
+        directory / rest_file(of),
         map_location="cpu",
         weights_only=False,
     )
     if record["format"] != FORMAT:
-        raise ValueError(f"{REST_FILE} is of format {record['format']}, this reads {FORMAT}")
-    wanted: dict[str, Tensor] = {}
-    reader = FileSystemReader(directory)
-    metadata = reader.read_metadata()
-    known = metadata.state_dict_metadata
-
-    def unpack(value: Any) -> Any:
-        if isinstance(value, dict):
-            if _TENSOR not in value:
-                return {k: unpack(v) for k, v in value.items()}
-            device = torch.device(value["device"])
-            name = value[_TENSOR]
-            if not name:
-                return HostTensor(value["data"], device)
-            about = cast(Any, known[name])
-            wanted[name] = torch.empty_strided(
-                tuple(about.size), value["stride"], dtype=about.properties.dtype
-            )
-            return HostTensor(wanted[name], device)
-        if isinstance(value, list):
-            return [unpack(v) for v in value]
-        if type(value) is tuple:
-            return tuple(unpack(v) for v in value)
-        return value
-
+        raise ValueError(f"{rest_file(of)} is of format {record['format']}, this reads {FORMAT}")
+    source = Source(directory)
+    unpack = _Unpacker(source, places)
     image = Image(record["step"], codec.decode_stats(record["stats"]))
-    image.tensors = {tuple(key): unpack(ref) for key, ref in record["tensors"]}
-    image.optimizers = [unpack(o) for o in record["optimizers"]]
+    image.tensors = {
+        tuple(key): unpack.tree(ref, places.tensors.get(tuple(key)))
+        for key, ref in record["tensors"]
+    }
+    for number, kept in enumerate(record["optimizers"]):
+        near = places.optimizers[number] if number < len(places.optimizers) else {}
+        image.optimizers.append(
+            {
+                "state": {k: unpack.tree(v, near.get(k)) for k, v in kept["state"].items()},
+                "others": unpack.tree(kept["others"]),
+                "groups": unpack.tree(kept["groups"]),
+            }
+        )
     image.scaler = record["scaler"]
-    image.extra = [unpack(e) for e in record["extra"]]
-    image.size_bytes = record["size_bytes"]
+    image.extra = [unpack.tree(e) for e in record["extra"]]
     rest = Rest(
         record["names"],
-        [unpack(g) for g in record["groups"]],
-        [unpack(s) for s in record["schedulers"]],
-        record["rng"],
+        [unpack.tree(g) for g in record["groups"]],
+        [unpack.tree(s) for s in record["schedulers"]],
+        record["rng"] if of == rank else {},
     )
-    planner = DefaultLoadPlanner()
-    planner.set_up_planner(cast("dict[str, Any]", wanted), metadata, True)
-    reader.set_up_storage_reader(metadata, True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    image.notes = _notes(rank, world, saved_by)
+    image.size_bytes = sum(
+        _host_bytes([image.tensors, image.optimizers, image.extra], sharded=s)
+        for s in (True, False)
+    )
+    check(source.files)
+    source.load()
     return image, rest
 
 
+def _notes(rank: int, world: int, saved_by: int) -> tuple[str, ...]:
+    if world == saved_by:
+        return ()
+    notes = [f"it was saved by {saved_by} ranks and is put back on {world}"]
+    if rank >= saved_by:
+        notes.append(
+            f"rank {rank} was not among them: schedules and extra_state are those of rank 0, "
+            "its RNG is left as it is"
+        )
+    elif world < saved_by:
+        notes.append(f"RNG and extra_state of ranks {world} to {saved_by - 1} are not used")
+    return tuple(notes)
+
+
+class _Unpacker:
+    """Turns references into tensors to be filled, each of the size that this rank wants."""
+
+    def __init__(self, source: Source, places: Places) -> None:
+        self._source = source
+        self._places = places
+
+    def tree(self, value: Any, near: Place | None = None) -> Any:
+        """`near`: the parameter that this belongs to."""
+        if isinstance(value, dict):
+            if _TENSOR in value:
+                return self._tensor(value, near)
+            return {k: self.tree(v, near) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self.tree(v, near) for v in value]
+        if type(value) is tuple:
+            return tuple(self.tree(v, near) for v in value)
+        return value
+
+    def _tensor(self, ref: Mapping[str, Any], near: Place | None) -> HostTensor:
+        device = self._places.device(ref["device"], near)
+        name = ref[_TENSOR]
+        if not name:
+            return HostTensor(ref["data"], device)
+        size, dtype = self._source.about(name)
+        cut = self._cut(size, ref, near)
+        stride = tuple(ref["stride"])
+        if cut is None:
+            if "cut" in ref:
+                stride = shards.contiguous(size)
+            data = torch.empty_strided(size, stride, dtype=dtype)
+            self._source.want(name, data, [0] * len(size))
+            return HostTensor(data, device)
+        if cut.offsets is None:
+            raise SnapshotError(f"{name}: the live one is {cut}, which has no offsets")
+        if tuple(ref.get("cut", {}).get("shape", ())) != cut.shape:
+            stride = shards.contiguous(cut.shape)
+        data = torch.empty_strided(cut.shape, stride, dtype=dtype)
+        self._source.want(name, data, cut.offsets)
+        return HostTensor(data, device, cut)
+
+    def _cut(self, size: tuple[int, ...], ref: Mapping[str, Any], near: Place | None) -> Cut | None:
+        """As its parameter is cut where it is of the same size, else as it was when saved."""
+        if near is not None and near.size == size and size:
+            return near.cut
+        if "cut" not in ref:
+            return None
+        placements = shards.unspell(ref["cut"]["placements"])
+        mesh = self._places.mesh(len(placements))
+        return shards.make_cut(size, mesh, placements) if mesh is not None else None
+
+
 __all__ = [
-    "REST_FILE",
+    "METADATA",
+    "Place",
+    "Places",
     "Rest",
     "capture",
     "layout",
     "live_layout",
+    "merge",
+    "places",
     "put_back_all",
     "read",
+    "rest_file",
+    "total_bytes",
     "weights_hash",
     "write",
 ]
