@@ -59,6 +59,7 @@ def create_app(
         finally:
             service.ready = False
             scheduler.shutdown(wait=False)
+            service.close()
 
     app = FastAPI(
         title="sentinel",

@@ -1,6 +1,7 @@
 """The runs a sidecar knows: its copy of each engine state, and what it answers.
 
-    runs = Runs(settings, timer)
+    runs = Runs(settings, timer, store, hub)
+    runs.load(now)                                     what an earlier start has left
     runs.register(message, now) -> Registered          runs.steps(message, now) -> Reply
     runs.hand_over(message, now), runs.close(message, now)
     runs.command(run, order, now), runs.expire(now)
@@ -10,8 +11,12 @@ is compared by hash before every decision; whatever does not fit is answered wit
 sidecar of another engine version only records. The highest fence writes: a process that was
 replaced is refused, and so is a second live one.
 
+A report is on disk before it is answered. Where the disk fails the decision is still given, the
+reply says that it was not recorded, and late reports are refused until it heals: their trainer
+keeps them.
+
 Units:   `now` in Unix seconds; `timer` gives monotonic seconds, for durations only.
-Purity:  no clock, no I/O; logging only. One thread (the event loop) calls it.
+Purity:  no clock; writes through its store only. One thread (the event loop) calls it.
 Errors:  RefusedError, which the routes turn into a Refused message.
 """
 
@@ -20,7 +25,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +36,7 @@ from sentinel.core.catalog import DECISIONS_S
 from sentinel.core.errors import ProtocolError, SentinelError, StateError
 from sentinel.core.events import Event, Restored, SnapshotTaken
 from sentinel.core.policy import Policy
-from sentinel.core.state import ENGINE_VERSION, State, Stats
+from sentinel.core.state import ENGINE_VERSION, Incident, State, Stats
 from sentinel.core.types import (
     LAYER_ATTENTION_MAX_LOGIT,
     Action,
@@ -42,7 +47,20 @@ from sentinel.core.types import (
     Outcome,
     Source,
 )
+from sentinel.sidecar.hub import Hub
 from sentinel.sidecar.settings import Settings
+from sentinel.sidecar.store.models import DecisionRow, RunRow
+from sentinel.sidecar.store.record import (
+    DECIDED,
+    LATE,
+    Record,
+    Seen,
+    newest_actions,
+    newest_chapter,
+    reports_on_disk,
+)
+from sentinel.sidecar.store.store import Store
+from sentinel.traces.records import StepRecord
 from sentinel.wire import codec, messages
 from sentinel.wire.messages import (
     Close,
@@ -60,10 +78,13 @@ from sentinel.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-RECENT = 4096  # rows of the newest steps, for people
+RECENT = 256  # rows of the newest steps, for people; the series are on disk
 WINDOW_S = 60.0  # window maxima cover one to two of these
 COMMAND_TTL_S = 600.0
+CADENCES = 10.0  # a run is lost after so many of its own usual intervals, if that is longer
+MOST_NUMBER = 2**53  # steps and report numbers beyond it are nonsense
 MAX_COMMANDS = 256
+OPEN_ORDER = ("pending", "delivered")
 
 
 class RefusedError(SentinelError):
@@ -74,52 +95,6 @@ class RefusedError(SentinelError):
         self.code = code
         self.detail = detail
         self.status = status
-
-
-class Seen:
-    """Which frame numbers have arrived: intervals, so that a long run stays small."""
-
-    def __init__(self, start: int = 0) -> None:
-        self._start = start
-        self._spans: list[list[int]] = []  # [first, last], ascending, apart
-
-    def add(self, seq: int) -> bool:
-        """Note `seq`; False when it was there already."""
-        spans = self._spans
-        at = len(spans)
-        while at and spans[at - 1][0] > seq:
-            at -= 1
-        before = spans[at - 1] if at else None
-        if before is not None and seq <= before[1]:
-            return False
-        after = spans[at] if at < len(spans) else None
-        joins_before = before is not None and before[1] == seq - 1
-        joins_after = after is not None and after[0] == seq + 1
-        if joins_before and joins_after and before is not None and after is not None:
-            before[1] = after[1]
-            del spans[at]
-        elif joins_before and before is not None:
-            before[1] = seq
-        elif joins_after and after is not None:
-            after[0] = seq
-        else:
-            spans.insert(at, [seq, seq])
-        return True
-
-    def __contains__(self, seq: int) -> bool:
-        return any(first <= seq <= last for first, last in self._spans)
-
-    @property
-    def count(self) -> int:
-        """How many have arrived."""
-        return sum(last - first + 1 for first, last in self._spans)
-
-    @property
-    def missing(self) -> int:
-        """Holes: numbers from the start to the highest one that have not arrived."""
-        if not self._spans:
-            return 0
-        return max(self._spans[-1][1] + 1 - self._start - self.count, 0)
 
 
 class WindowMax:
@@ -173,13 +148,18 @@ class Histogram:
 
 @dataclass(slots=True)
 class Order:
-    """A person's command and what became of it: pending, taken, expired."""
+    """A person's command and what became of it: pending, delivered, taken, expired."""
 
     command: Command
     issued: float
     expires: float
     state: str = "pending"
     taken_step: int | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether the trainer is still to be told."""
+        return self.state in OPEN_ORDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +202,9 @@ class Run:
     decision: Decision | None = None
     undecided: bool = False  # the newest decision has no outcome yet
     reply: Reply | None = None
-    answer: Any = None  # the newest answer to a JSON trainer
+    before: State | None = None  # before the events that came with the newest frame, if known
+    own_decision: Decision | None = None  # the trainer's, of the newest frame
+    record: Record | None = None  # None: nobody writes it now
     stats_kept: dict[int, Stats] = field(default_factory=dict)
 
     run_state: str = "running"
@@ -236,9 +218,16 @@ class Run:
     handovers: int = 0
     errors: dict[str, int] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
+    interval_s: float | None = None  # usual time between two reports
+    ended: float | None = None  # when it was closed or lost
+    unwritten: int = 0  # reports that no disk took
+    saved_incidents: tuple[Incident, ...] = ()
+    unrevived: bool = False  # the same for the state of a run that has no engine of its own
+    unread: bool = False  # from an earlier start: what is on disk of it was not looked at yet
     seen: Seen = field(default_factory=Seen)
     recent: deque[Row] = field(default_factory=lambda: deque(maxlen=RECENT))
     orders: dict[str, Order] = field(default_factory=dict)
+    silenced: dict[tuple[int, int], float] = field(default_factory=dict)  # (number, opened): until
     duration: Histogram = field(default_factory=Histogram)
     norm_max: WindowMax = field(default_factory=WindowMax)
     score_max: WindowMax = field(default_factory=WindowMax)
@@ -251,16 +240,39 @@ class Run:
 
     def live(self, now: float, lost_after_s: float) -> bool:
         """Whether its process is to be taken for alive."""
-        return self.run_state == "running" and now - self.last_heard <= lost_after_s
+        return self.run_state == "running" and now - self.last_heard <= self.patience(lost_after_s)
+
+    def patience(self, lost_after_s: float) -> float:
+        """How long it may be silent: a trainer without signs of life may have long steps."""
+        return max(lost_after_s, CADENCES * (self.interval_s or 0.0))
+
+    def heard(self, now: float, *, report: bool) -> None:
+        """It said something just now."""
+        if report:
+            gap = now - self.last_report
+            if self.interval_s is None:
+                self.interval_s = gap
+            else:  # a pause (evaluation, a checkpoint) moves it little
+                self.interval_s += 0.1 * (min(gap, 10.0 * self.interval_s + 0.1) - self.interval_s)
+            self.last_report = now
+        self.last_heard = now
 
 
 class Runs:
     """All runs, by name."""
 
-    def __init__(self, settings: Settings, timer: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: Settings, timer: Callable[[], float], store: Store, hub: Hub
+    ) -> None:
         self.settings = settings
         self.runs: dict[str, Run] = {}
+        self.refused_writers = 0
+        # Told of every change of an order; and the open orders of runs that have not come back yet.
+        self.on_order: Callable[[str, Order], None] = lambda run, order: None
+        self.parked: dict[str, dict[str, Order]] = {}
         self._timer = timer
+        self._store = store
+        self._hub = hub
         self._handed = None if settings.policy is None else codec.encode_policy(settings.policy)
 
     def get(self, name: str) -> Run:
@@ -270,7 +282,27 @@ class Runs:
             raise RefusedError(
                 "unknown_run", f"run {name!r} is not registered here: PUT /v1/runs/{name}", 404
             )
+        if run.unread:
+            run.unread = False
+            run.seen = reports_on_disk(self._store.run_directory(name), run.incarnation)
         return run
+
+    def load(self, now: float) -> None:
+        """Take up the runs of an earlier start; their trainers hand their states over."""
+        try:
+            rows = self._store.known_runs(self.settings.max_runs)
+        except SentinelError as error:
+            logger.error("earlier runs cannot be read error=%s", error)
+            return
+        for row in rows:
+            try:
+                run = _of_row(row, now, self.settings.max_layers)
+            except (ProtocolError, msgspec.ValidationError) as error:
+                logger.warning("an earlier run cannot be read run=%s error=%s", row.name, error)
+                continue
+            self.runs[run.name] = run
+            if run.run_state == "running":
+                self._reconcile(run)
 
     # ---- trainers ----------------------------------------------------------------
 
@@ -307,11 +339,10 @@ class Runs:
             registered=now,
             max_layers=self.settings.max_layers,
             reason=reason,
-            seen=Seen(message.first),
             last_report=now,
             last_heard=now,
         )
-        self._enter(new, run, again)
+        self._enter(new, run, again, message.first)
         return Registered(
             run=new.name,
             fence=new.fence,
@@ -329,10 +360,10 @@ class Runs:
         """
         run = self._writer(message.run, message.incarnation, message.fence)
         frames = [messages.decode_frame(raw) for raw in message.frames]
-        run.last_heard = now
-        if run.run_state == "lost":
-            run.run_state = "running"
-            logger.info("run is back run=%s", run.name)
+        for frame in frames:
+            _check_frame(run, frame)
+        run.heard(now, report=bool(frames))
+        self._is_back(run, now)
         if message.counts is not None:
             run.counts = message.counts
         if not frames:
@@ -340,11 +371,10 @@ class Runs:
             return Reply(
                 run=run.name, incarnation=run.incarnation, seq=-1, step=-1, commands=orders
             )
-        run.last_report = now
         reply = None
         for frame in frames:
             if message.late:
-                self._late(run, frame)
+                self._late(run, frame, now)
                 reply = self._answer(run, frame, now, recorded_only="late")
             else:
                 reply = self._live(run, frame, message, now)
@@ -365,6 +395,7 @@ class Runs:
         run.undecided = False
         run.handovers += 1
         self._acknowledge(run, run.state.ledger.commands)
+        self._note_incidents(run, now)
         logger.info("state handed over run=%s step=%s", run.name, run.state.step)
 
     def close(self, message: Close, now: float) -> None:
@@ -373,22 +404,27 @@ class Runs:
         run.last_heard = now
         if message.counts is not None:
             run.counts = message.counts
+        if run.run_state in ("finished", "halted"):
+            return  # our answer was lost on the way
         self._count(run, message.moves)
+        self._outcomes(run, message.moves, now)
         if run.known and not run.handed:
             self._follow(run, message.moves)
-        run.run_state = "halted" if message.state == "halted" else "finished"
-        logger.info("run closed run=%s state=%s", run.name, run.run_state)
+        self._note_incidents(run, now)
+        self._ends(run, "halted" if message.state == "halted" else "finished", now)
+        run.record = None
+        self._store.close_record(run.name)
 
     def _live(self, run: Run, frame: Frame, message: Steps, now: float) -> Reply:
-        if frame.seq in run.seen:
+        last = run.reply
+        if last is not None and last.seq == frame.seq and frame.seq == run.next_seq - 1:
             # The same question again: our answer was lost on the way.
-            last = run.reply
-            if last is not None and last.seq == frame.seq:
-                return msgspec.structs.replace(last, commands=self._pending(run, now))
+            return msgspec.structs.replace(last, commands=self._pending(run, now))
+        if frame.seq in run.seen:
             return self._answer(run, frame, now, recorded_only="this frame was recorded before")
         if frame.seq < run.next_seq:
             # Overtaken on the way by a later frame: its step is over.
-            self._late(run, frame)
+            self._late(run, frame, now)
             return self._answer(run, frame, now, recorded_only="late")
         observation = codec.core_observation(frame.observation)
         reason = run.reason
@@ -397,8 +433,8 @@ class Runs:
         if not reason and message.policy_hash != run.policy_hash:
             reason = "the trainer runs another policy than it registered: register again"
         if reason:
-            self._record(run, frame, observation, None, now, frame.attempt)
-            return self._answer(run, frame, now, recorded_only=reason)
+            kept = self._record(run, frame, observation, None, now, frame.attempt)
+            return self._answer(run, frame, now, recorded_only=reason, recorded=kept)
         if not self._synchronised(run, frame, observation):
             run.known = False
             return self._answer(run, frame, now, need_state=True)
@@ -410,13 +446,16 @@ class Runs:
             logger.exception("cannot decide run=%s step=%s", run.name, observation.step)
             run.errors["decide"] = run.errors.get("decide", 0) + 1
             run.known = False
-            self._record(run, frame, observation, None, now, run.state.ledger.attempt)
-            return self._answer(run, frame, now, recorded_only="the sidecar failed to decide")
+            kept = self._record(run, frame, observation, None, now, run.state.ledger.attempt)
+            return self._answer(
+                run, frame, now, recorded_only="the sidecar failed to decide", recorded=kept
+            )
         run.duration.add(self._timer() - started)
         run.known, run.handed, run.undecided = True, False, True
         run.next_seq = frame.seq + 1
-        self._record(run, frame, observation, decision, now, run.state.ledger.attempt)
-        run.reply = self._answer(run, frame, now, decision=codec.encode_decision(decision))
+        data = codec.encode_decision(decision)
+        kept = self._record(run, frame, observation, decision, now, run.state.ledger.attempt, data)
+        run.reply = self._answer(run, frame, now, decision=data, recorded=kept)
         return run.reply
 
     def _synchronised(self, run: Run, frame: Frame, observation: Observation) -> bool:
@@ -431,9 +470,12 @@ class Runs:
 
     def _follow(self, run: Run, moves: Iterable[Move]) -> bool:
         """Apply what the trainer did to the copy; False when that does not fit."""
+        run.before = run.state
         try:
             for move in moves:
                 self._move(run, _core_move(move))
+                if isinstance(move, WireOutcome):
+                    run.before = run.state
         except (StateError, ProtocolError, ValueError) as error:
             logger.warning("cannot follow the trainer's state run=%s error=%s", run.name, error)
             run.known = False
@@ -464,13 +506,26 @@ class Runs:
                 rule = "trainer" if run.decision is None else run.decision.rule
                 run.own[rule] = run.own.get(rule, 0) + 1
 
-    def _late(self, run: Run, frame: Frame) -> None:
-        if not run.seen.add(frame.seq):
+    def _late(self, run: Run, frame: Frame, now: float) -> None:
+        if frame.seq in run.seen:
             return
+        own = frame.own
+        if not self._write(
+            run,
+            frame,
+            b"" if own is None else codec.encode(own),
+            None if own is None else codec.core_decision(own),
+            now,
+            frame.attempt,
+            None,
+            LATE,
+        ):
+            raise RefusedError(
+                "unavailable", f"the disk takes no reports now: {self._store.trouble}", 503
+            )
         run.late += 1
         self._count(run, frame.moves)
         seen = frame.observation
-        own = frame.own
         row = Row(
             frame.seq,
             seen.step,
@@ -491,15 +546,194 @@ class Runs:
         decision: Decision | None,
         now: float,
         attempt: int,
-    ) -> None:
-        run.seen.add(frame.seq)
-        if decision is None and frame.own is not None:
-            decision = codec.core_decision(frame.own)
+        data: bytes = b"",
+    ) -> bool:
+        """Note a live report; whether it is on disk now."""
+        before, flags = None, 0
+        run.own_decision = None if frame.own is None else codec.core_decision(frame.own)
+        if decision is not None:
+            before, flags = run.before, DECIDED
+        elif frame.own is not None:
+            decision, data = run.own_decision, codec.encode(frame.own)
+        kept = self._write(run, frame, data, decision, now, attempt, before, flags)
         self._count(run, frame.moves)
+        self._note_incidents(run, now)
         self._note_step(run, frame.seq, observation, decision, now, attempt)
         run.observation = observation
         if decision is not None:
             run.decision = decision
+        return kept
+
+    def _write(
+        self,
+        run: Run,
+        frame: Frame,
+        data: bytes,
+        decision: Decision | None,
+        now: float,
+        attempt: int,
+        before: State | None,
+        flags: int,
+    ) -> bool:
+        """Put a report on disk; False when the disk fails."""
+        self._outcomes(run, frame.moves, now)
+        events = [codec.encode(move) for move in frame.moves if not isinstance(move, WireOutcome)]
+        executed = None if decision is None else decision.action
+        record = self._record_of(run)
+        try:
+            record.report(
+                frame,
+                data,
+                executed,
+                attempt=attempt,
+                events=events,
+                before=before,
+                flags=flags,
+            )
+        except OSError as error:
+            if not run.unwritten:
+                logger.error("reports cannot be recorded run=%s error=%s", run.name, error)
+            run.unwritten += 1
+            return False
+        if decision is not None and decision.action is not Action.PROCEED:
+            source = Source.SIDECAR if flags & DECIDED else Source.TRAINER
+            self._save_decision(run, decision, attempt, source, now, live=not flags & LATE)
+        return True
+
+    def _outcomes(self, run: Run, moves: Iterable[Move], now: float) -> None:
+        """Correct the record where something else was done than was decided."""
+        for move in moves:
+            if not isinstance(move, WireOutcome):
+                continue
+            outcome = Outcome(move.step, move.executed, move.applied, Source(move.source))
+            try:
+                corrected = self._record_of(run).outcome(outcome)
+            except OSError:
+                continue  # counted and shown; the step stands with what was decided
+            if not corrected:
+                continue
+            if move.executed is Action.PROCEED:
+                self._store.drop_decision(run.name, run.incarnation, move.step)
+                continue
+            for decision in (run.own_decision, run.decision):
+                if decision is not None and (decision.step, decision.action) == (
+                    move.step,
+                    move.executed,
+                ):
+                    attempt = 0 if run.state is None else run.state.ledger.attempt
+                    self._save_decision(run, decision, attempt, outcome.source, now, live=False)
+                    break
+
+    def _record_of(self, run: Run) -> Record:
+        """Where its reports are written; opened again when a late one follows its end."""
+        if run.record is None:
+            self._open(run, run.seen.start)
+        assert run.record is not None
+        return run.record
+
+    def _open(self, run: Run, first: int) -> None:
+        run.record = self._store.open_record(
+            run=run.name,
+            incarnation=run.incarnation,
+            policy=run.policy,
+            state=run.state if run.json else None,
+            layers=run.layers,
+            engine_version=run.engine_version,
+            first=first,
+        )
+        run.seen = run.record.seen
+
+    def _save_decision(
+        self,
+        run: Run,
+        decision: Decision,
+        attempt: int,
+        source: Source,
+        now: float,
+        *,
+        live: bool,
+    ) -> None:
+        row = {
+            "step": decision.step,
+            "attempt": attempt,
+            "action": decision.action.name.lower(),
+            "rule": decision.rule,
+            "reason": decision.reason,
+            "target": decision.target,
+            "source": str(source),
+            "at": now,
+        }
+        self._store.save_decision(DecisionRow(run=run.name, incarnation=run.incarnation, **row))
+        if live:
+            self._hub.publish("decision", run.name, row)
+
+    def _note_incidents(self, run: Run, now: float) -> None:
+        """Write incidents that have changed."""
+        if run.state is None:
+            return
+        incidents, before = run.state.ledger.incidents, run.saved_incidents
+        if incidents is before:
+            return
+        changed = [i for i in incidents if i not in before]
+        run.saved_incidents = incidents
+        if not changed:
+            return
+        self._store.save_incidents(run.name, changed, now)
+        for incident in changed:
+            self._hub.publish("incident", run.name, incident)
+
+    def _reconcile(self, run: Run) -> None:
+        """Actions of the newest segment that a killed sidecar had no time to write down."""
+        for record in newest_actions(self._store.run_directory(run.name), run.incarnation):
+            decision = record.decision
+            if decision.action is not record.outcome.executed:
+                continue
+            self._save_decision(
+                run,
+                decision,
+                record.attempt,
+                record.outcome.source,
+                record.at or 0.0,
+                live=False,
+            )
+
+    def _is_back(self, run: Run, now: float) -> None:
+        if run.run_state == "lost":
+            run.run_state, run.ended = "running", None
+            logger.info("run is back run=%s", run.name)
+            self._changed(run)
+
+    def _ends(self, run: Run, state: str, now: float) -> None:
+        run.run_state, run.ended = state, now
+        logger.info("run closed run=%s state=%s", run.name, run.run_state)
+        self._changed(run)
+
+    def _changed(self, run: Run) -> None:
+        """Its state changed: write that down and tell."""
+        self.save(run)
+        self._hub.publish("run", run.name, {"state": run.run_state, "run": run.name})
+
+    def save(self, run: Run) -> None:
+        """Write what is known of a run into the database."""
+        self._store.save(
+            RunRow(
+                name=run.name,
+                incarnation=run.incarnation,
+                fence=run.fence,
+                state=run.run_state,
+                engine_version=run.engine_version,
+                policy=run.policy_bytes,
+                reason=run.reason,
+                json=run.json,
+                layers=msgspec.to_builtins(run.layers),
+                info=dict(run.info),
+                refused=list(run.refused),
+                registered_at=run.registered,
+                heard_at=run.last_heard,
+                ended_at=run.ended,
+                last_step=None if run.observation is None else run.observation.step,
+            )
+        )
 
     def _note_step(
         self,
@@ -529,6 +763,8 @@ class Runs:
                 False,
             )
         )
+        if self._hub.listeners:
+            self._hub.steps(run.name, run.recent[-1])
         self._acknowledge(run, (c.id for c in observation.commands), observation.step)
 
     def _answer(
@@ -540,6 +776,7 @@ class Runs:
         decision: bytes | None = None,
         need_state: bool = False,
         recorded_only: str = "",
+        recorded: bool = True,
     ) -> Reply:
         return Reply(
             run=run.name,
@@ -549,6 +786,7 @@ class Runs:
             decision=decision,
             need_state=need_state,
             recorded_only=recorded_only,
+            recorded=recorded,
             commands=self._pending(run, now),
         )
 
@@ -558,16 +796,19 @@ class Runs:
         """Register a run whose state lives here: its trainer posts JSON and obeys."""
         old = self.runs.get(name)
         if old is not None and old.json and old.run_state in ("running", "lost"):
-            old.layers = layers or old.layers
-            old.last_heard = now
+            self._revive(old)
+            old.layers = _apart(layers) or old.layers
+            old.heard(now, report=False)
+            self._is_back(old, now)
             return old
         run = self._admit(name, "json", 0, now)
         policy = self.settings.policy or Policy.load("default")
         data = codec.encode_policy(policy)
+        fence = _fence(run, 0, False)
         new = Run(
             name=name,
-            incarnation="json",
-            fence=_fence(run, 0, False),
+            incarnation=f"json-{fence}",
+            fence=fence,
             policy=policy,
             policy_bytes=data,
             policy_hash=codec.digest(data),
@@ -580,7 +821,7 @@ class Runs:
             last_report=now,
             last_heard=now,
         )
-        self._enter(new, run, False)
+        self._enter(new, run, False, 0)
         return new
 
     def step_json(
@@ -602,8 +843,11 @@ class Runs:
         run = self.get(name)
         if not run.json:
             raise RefusedError("fenced", f"run {name!r} is written by a trainer with an engine")
-        run.last_report = run.last_heard = now
-        run.run_state = "running"
+        self._revive(run)
+        _check_columns(run, observation.columns)
+        run.heard(now, report=True)
+        self._is_back(run, now)
+        moves: list[Move] = []
         if run.undecided and run.observation is not None and run.decision is not None:
             if observation.step == run.observation.step:
                 return run.decision  # the same question again
@@ -611,28 +855,91 @@ class Runs:
             done = outcome or Outcome(
                 run.observation.step, action, action is Action.PROCEED, Source.SIDECAR
             )
-            run.decided["sidecar"] = run.decided.get("sidecar", 0) + 1
+            done = replace(done, source=Source.SIDECAR)
             try:
-                self._move(run, replace(done, source=Source.SIDECAR))
+                self._move(run, done)
             except StateError as error:
                 raise RefusedError("malformed", str(error), 422) from error
+            moves.append(messages.wire_outcome(done))
         if run.state is None:
             run.state = engine.initial(observation.step)
-        for event in events:
-            run.state = engine.note(run.state, self._with_stats(run, event), run.policy)
-        orders = self._pending(run, now)
-        observation = replace(observation, commands=orders)
-        started = self._timer()
+        run.before = run.state
         try:
+            for event in events:
+                noted = self._with_stats(run, event)
+                run.state = engine.note(run.state, noted, run.policy)
+                moves.append(codec.wire_event(noted))
+            observation = replace(observation, commands=self._pending(run, now))
+            started = self._timer()
             decision = engine.decide(run.state, observation, run.policy)
         except StateError as error:
+            self._count(run, moves)
             raise RefusedError("malformed", str(error), 422) from error
         run.duration.add(self._timer() - started)
-        run.observation, run.decision, run.undecided = observation, decision, True
-        run.seen.add(run.next_seq)
-        self._note_step(run, run.next_seq, observation, decision, now, run.state.ledger.attempt)
+        frame = Frame(
+            seq=run.next_seq, observation=codec.wire_observation(observation), moves=tuple(moves)
+        )
         run.next_seq += 1
+        run.undecided = True
+        attempt = run.state.ledger.attempt
+        self._record(
+            run, frame, observation, decision, now, attempt, codec.encode_decision(decision)
+        )
         return decision
+
+    def close_json(self, name: str, state: str, now: float) -> None:
+        """Such a run is over.
+
+        Raises:
+            RefusedError: not such a run.
+        """
+        run = self.get(name)
+        if not run.json:
+            raise RefusedError("fenced", f"run {name!r} is written by a trainer with an engine")
+        if run.run_state in ("finished", "halted"):
+            return
+        run.last_heard = now
+        self._ends(run, state, now)
+        run.record = None
+        self._store.close_record(name)
+
+    def _revive(self, run: Run) -> None:
+        """After a restart of the sidecar: the state of such a run, computed again from its series.
+
+        Statistics of snapshots taken before the newest segment are gone: a restore of one of them
+        starts with cold ones.
+        """
+        if not run.unrevived:
+            return
+        run.unrevived = False
+        state: State | None = None
+        last = False
+        try:
+            for item in newest_chapter(self._store.run_directory(run.name), run.incarnation):
+                if isinstance(item, State):
+                    state = item
+                elif isinstance(item, StepRecord):
+                    seen = item.observation
+                    if state is None:
+                        state = engine.initial(item.step)
+                    decision = engine.decide(state, seen, run.policy)
+                    run.state, run.observation, run.decision, last = state, seen, decision, True
+                    state = engine.apply(state, seen, decision, item.outcome, run.policy)
+                elif state is not None:
+                    run.state, last = state, False
+                    state = engine.note(state, self._with_stats(run, item), run.policy)
+        except (SentinelError, OSError) as error:
+            logger.error("cannot take up a run again run=%s error=%s", run.name, error)
+            run.errors["revive"] = run.errors.get("revive", 0) + 1
+            run.state, run.undecided = None, False
+            return
+        if not last:
+            run.state = state
+        run.undecided = last
+        self.get(run.name)
+        run.next_seq = run.seen.spans[-1][1] + 1 if run.seen.count else 0
+        if run.state is not None:
+            logger.info("taken up again run=%s step=%s", run.name, run.state.step)
 
     def _with_stats(self, run: Run, event: Event) -> Event:
         """Keep and give back the statistics that belong to a JSON trainer's snapshots."""
@@ -660,7 +967,7 @@ class Runs:
         if known is not None:
             return known
         if len(run.orders) >= MAX_COMMANDS:
-            done = [key for key, order in run.orders.items() if order.state != "pending"]
+            done = [key for key, order in run.orders.items() if not order.open]
             if not done:
                 raise RefusedError("full", f"run {name!r} has {MAX_COMMANDS} open orders", 429)
             del run.orders[done[0]]
@@ -673,28 +980,34 @@ class Runs:
             command.kind,
             command.issued_by,
         )
+        self.on_order(run.name, order)
         return order
 
     def expire(self, now: float) -> None:
         """Mark silent runs lost and old orders expired."""
         for run in self.runs.values():
-            if run.run_state == "running" and now - run.last_heard > self.settings.lost_after_s:
-                run.run_state = "lost"
+            if run.run_state == "running" and not run.live(now, self.settings.lost_after_s):
+                run.run_state, run.ended = "lost", now
                 logger.warning("run lost run=%s silent_s=%.0f", run.name, now - run.last_heard)
-            self._pending(run, now)
+                self._changed(run)
+            self._pending(run, now, telling=False)
 
-    def _pending(self, run: Run, now: float) -> tuple[Command, ...]:
+    def _pending(self, run: Run, now: float, *, telling: bool = True) -> tuple[Command, ...]:
         if not run.orders:
             return ()
         open_: list[Command] = []
         for order in run.orders.values():
-            if order.state != "pending":
+            if not order.open:
                 continue
             if now >= order.expires:
                 order.state = "expired"
                 logger.info("order expired run=%s id=%s", run.name, order.command.id)
-            else:
-                open_.append(order.command)
+                self.on_order(run.name, order)
+                continue
+            if telling and order.state == "pending":
+                order.state = "delivered"
+                self.on_order(run.name, order)
+            open_.append(order.command)
         return tuple(open_)
 
     def _acknowledge(self, run: Run, ids: Iterable[str], step: int | None = None) -> None:
@@ -705,6 +1018,7 @@ class Runs:
             if order is not None and order.state != "taken":
                 order.state, order.taken_step = "taken", step
                 logger.info("order obeyed run=%s id=%s step=%s", run.name, key, step)
+                self.on_order(run.name, order)
 
     # ---- who writes ------------------------------------------------------------------
 
@@ -726,9 +1040,13 @@ class Runs:
             detail = (
                 f"run {name!r} is written by another live process ({who or run.incarnation}), "
                 f"last heard {now - run.last_heard:.1f} s ago; give this one another run_id, or "
-                f"wait until the other has been silent for {self.settings.lost_after_s:g} s"
+                f"wait until the other has been silent for "
+                f"{run.patience(self.settings.lost_after_s):g} s"
             )
             run.refused = [*run.refused[-15:], incarnation]
+            self.refused_writers += 1
+            self._hub.publish("refused", name, {"incarnation": incarnation, "detail": detail})
+            self.save(run)
             logger.warning("second writer refused run=%s incarnation=%s", name, incarnation)
             raise RefusedError("fenced", detail)
         if run.incarnation == incarnation and fence and fence < run.fence:
@@ -745,9 +1063,11 @@ class Runs:
             )
         return run
 
-    def _enter(self, new: Run, old: Run | None, again: bool) -> None:
+    def _enter(self, new: Run, old: Run | None, again: bool, first: int) -> None:
+        new.orders = self.parked.pop(new.name, {})
         if old is not None:
             new.orders = old.orders
+            new.silenced = old.silenced
             new.refused = old.refused
             if again:
                 # The same process once more, for example after its connection was cut.
@@ -756,8 +1076,14 @@ class Runs:
                 new.counts, new.errors, new.duration = old.counts, old.errors, old.duration
                 new.state, new.observation, new.decision = old.state, old.observation, old.decision
                 new.columns = old.columns
-                new.registered = old.registered
+                new.registered, new.interval_s = old.registered, old.interval_s
+                new.record, new.own_decision = old.record, old.own_decision
+                new.last_report, new.unwritten = old.last_report, old.unwritten
+                new.saved_incidents = old.saved_incidents
+        if new.record is None:
+            self._open(new, first)
         self.runs[new.name] = new
+        self._changed(new)
         logger.info(
             "run registered run=%s incarnation=%s fence=%s decides=%s policy=%s",
             new.name,
@@ -774,6 +1100,7 @@ class Runs:
         if not over:
             raise RefusedError("full", f"{self.settings.max_runs} runs are running here", 429)
         oldest = min(over, key=lambda r: r.last_heard)
+        self._store.close_record(oldest.name)
         del self.runs[oldest.name]
 
 
@@ -793,6 +1120,65 @@ def _apart(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
             layer = msgspec.structs.replace(layer, name=f"{layer.name}#{times}")
         found.append(layer)
     return tuple(found)
+
+
+def _of_row(row: RunRow, now: float, max_layers: int) -> Run:
+    """A run of an earlier start; raises ProtocolError or ValidationError."""
+    return Run(
+        name=row.name,
+        incarnation=row.incarnation,
+        fence=row.fence,
+        policy=codec.decode_policy(row.policy),
+        policy_bytes=row.policy,
+        policy_hash=codec.digest(row.policy),
+        engine_version=row.engine_version,
+        layers=msgspec.convert(row.layers, tuple[Layer, ...]),
+        info={str(key): str(value) for key, value in row.info.items()},
+        registered=row.registered_at,
+        max_layers=max_layers,
+        reason=row.reason,
+        json=row.json,
+        run_state=row.state,
+        last_report=row.heard_at,
+        last_heard=now if row.state == "running" else row.heard_at,  # we were away, not the run
+        ended=row.ended_at,
+        refused=[str(name) for name in row.refused],
+        unread=True,
+        unrevived=row.json,
+    )
+
+
+_SOURCES = tuple(str(source) for source in Source)
+
+
+def _check_frame(run: Run, frame: Frame) -> None:
+    """Raise ProtocolError for a frame that can be read and cannot be."""
+    seen = frame.observation
+    for name, value in (("seq", frame.seq), ("step", seen.step), ("attempt", frame.attempt)):
+        if not 0 <= value < MOST_NUMBER:
+            raise ProtocolError(f"frame.{name} must lie between 0 and 2**53, got {value}")
+    for name, data in seen.columns.items():
+        if len(data) != 4 * len(run.layers):
+            raise ProtocolError(
+                f"column {name!r} must hold a float32 for each of the {len(run.layers)} layers "
+                f"that were registered, got {len(data)} bytes"
+            )
+    for move in frame.moves:
+        if not 0 <= move.step < MOST_NUMBER:
+            raise ProtocolError(f"move.step must lie between 0 and 2**53, got {move.step}")
+        if isinstance(move, WireOutcome) and move.source not in _SOURCES:
+            raise ProtocolError(
+                f"outcome.source must be one of {', '.join(_SOURCES)}, got {move.source!r}"
+            )
+
+
+def _check_columns(run: Run, columns: Mapping[str, Column]) -> None:
+    for name, column in columns.items():
+        if column.size != len(run.layers):
+            raise ProtocolError(
+                f"columns.{name} must hold one number for each of the {len(run.layers)} layers "
+                f"that were registered, got {column.size}"
+            )
 
 
 def _core_move(move: Move) -> Outcome | Event:
@@ -819,6 +1205,8 @@ def summary(run: Run, now: float) -> dict[str, Any]:
         "policy": run.policy.name,
         "mode": str(run.policy.mode),
         "last_report_s_ago": round(max(now - run.last_report, 0.0), 3),
+        "registered_at": run.registered,
+        "ended_at": run.ended,
     }
 
 
@@ -840,6 +1228,8 @@ def details(run: Run, now: float) -> dict[str, Any]:
             "holes": run.seen.missing,
             "dropped": run.counts.dropped,
         },
+        "missing_reports": run.seen.holes(),
+        "unwritten_reports": run.unwritten,
         "decided": run.decided,
         "misses": run.counts.misses,
         "mismatches": run.counts.mismatches,

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sentinel.sidecar.door import Door
+from sentinel.sidecar.hub import Hub
 from sentinel.sidecar.runs import Runs
 from sentinel.sidecar.security import Access
 from sentinel.sidecar.settings import Settings
+from sentinel.sidecar.store.store import Store
 
 
 class Service:
@@ -35,7 +37,14 @@ class Service:
         self.settings = settings
         self.now = clock
         self.timer = timer
-        self.runs = Runs(settings, timer)
+        self.store = Store(settings, clock, timer)
+        self.hub = Hub(f"{int(clock() * 1000):x}")
+        self.runs = Runs(settings, timer, self.store, self.hub)
+        self.runs.load(clock())
         self.access = Access.load(settings.token_files, settings.token)
         self.door = Door(settings, self.access, timer)
         self.ready = False
+
+    def close(self) -> None:
+        """Let go of the disk and the database; what is queued is written first."""
+        self.store.close()

@@ -10,6 +10,8 @@ from sentinel.core.errors import ConfigError
 from sentinel.core.policy import Policy
 from sentinel.sidecar.security import Role
 
+MIN_RUN_BYTES = 16 * 2**20  # less would drop segments as soon as they are closed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -23,6 +25,12 @@ class Settings:
         max_body_bytes: larger requests are refused.
         max_runs: runs kept; finished and lost ones make room, oldest first.
         max_layers: layers of one run that get series of their own.
+        data_dir: where series and the database are kept; None: nowhere for longer than it runs.
+        database: URL of a database server; "" for an SQLite file in data_dir.
+        max_run_bytes: what the series of one run may take; its oldest segments make room.
+        max_store_bytes: what all series may take; runs that are over make room, oldest first.
+        retention_days: series of runs that ended longer ago are deleted.
+        watch: folders of embedded runs (a trainer's run_dir) that are shown too, read-only.
     """
 
     policy: Policy | None = None
@@ -32,10 +40,23 @@ class Settings:
     max_body_bytes: int = 32 * 2**20
     max_runs: int = 1000
     max_layers: int = 512
+    data_dir: Path | None = None
+    database: str = ""
+    max_run_bytes: int = 2 * 2**30
+    max_store_bytes: int = 50 * 2**30
+    retention_days: float = 30.0
+    watch: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lost_after_s) and self.lost_after_s > 0):
             raise ConfigError(f"lost_after_s must be above 0, got {self.lost_after_s:g}")
+        if not self.retention_days > 0:
+            raise ConfigError(f"retention_days must be above 0, got {self.retention_days:g}")
+        for name in ("max_run_bytes", "max_store_bytes"):
+            if getattr(self, name) < MIN_RUN_BYTES:
+                raise ConfigError(
+                    f"{name} must be at least {MIN_RUN_BYTES} (16 MiB), got {getattr(self, name)}"
+                )
         for name in ("max_body_bytes", "max_runs", "max_layers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

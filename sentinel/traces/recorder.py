@@ -84,6 +84,11 @@ def list_incarnations(directory: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def safe_name(incarnation: str) -> str:
+    """The part of an incarnation's directory that names it."""
+    return _SAFE.sub("_", incarnation) or "0"
+
+
 class Recorder:
     """Writes one incarnation of a run; used by one thread."""
 
@@ -124,7 +129,7 @@ class Recorder:
         self._segment_bytes = segment_bytes
         self._limit_bytes = limit_bytes
         self._run_directory = Path(directory)
-        self._name = _SAFE.sub("_", incarnation) or "0"
+        self._name = safe_name(incarnation)
         self.directory = self._run_directory / f"0000-{self._name}"  # until it is made
         self._made = False
         self._config = config

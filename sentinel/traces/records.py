@@ -171,9 +171,43 @@ def encode_step(
     has_columns: bool,
 ) -> bytes:
     """Bytes of a step record; columns are not in it."""
+    return _step_bytes(
+        observation,
+        _encode_bare(observation),
+        codec.encode_decision(decision),
+        outcome,
+        attempt,
+        gate_s,
+        at,
+        has_columns,
+    )
+
+
+def encode_reported_step(
+    bare: bytes,
+    observation: codec.WireObservation,
+    decision: bytes,
+    outcome: Outcome,
+    attempt: int,
+    at: float | None,
+) -> bytes:
+    """The same from what came over the wire; `bare` is the observation without its columns."""
+    return _step_bytes(
+        observation, bare, decision, outcome, attempt, None, at, bool(observation.columns)
+    )
+
+
+def _step_bytes(
+    observation: Observation | codec.WireObservation,
+    bare: bytes,
+    decided: bytes,
+    outcome: Outcome,
+    attempt: int,
+    gate_s: float | None,
+    at: float | None,
+    has_columns: bool,
+) -> bytes:
     loss, norm, lr = observation.loss, observation.grad_norm, observation.lr
-    bare = _encode_bare(observation)
-    decided = codec.encode_decision(decision)
     index = _INDEX.pack(
         observation.step,
         attempt,
@@ -258,6 +292,11 @@ def encode_columns(step: int, attempt: int, columns: Mapping[str, Column]) -> by
     return _COLUMNS_KEY.pack(step, attempt) + _columns_encoder.encode(
         {name: codec.column_bytes(column) for name, column in columns.items()}
     )
+
+
+def encode_reported_columns(step: int, attempt: int, columns: Mapping[str, bytes]) -> bytes:
+    """The same from columns that are bytes already."""
+    return _COLUMNS_KEY.pack(step, attempt) + _columns_encoder.encode(columns)
 
 
 def columns_key(payload: memoryview) -> tuple[int, int]:

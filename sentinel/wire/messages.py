@@ -173,6 +173,7 @@ class Reply(Message, kw_only=True, frozen=True, omit_defaults=True):
         decision: canonical bytes of the decision; None when it does not decide.
         need_state: it cannot follow: hand the state over and ask again.
         recorded_only: why it does not decide; "" when it does.
+        recorded: False: no disk took the frame; keep it, and deliver it later.
         commands: people's orders not yet acknowledged, oldest first.
     """
 
@@ -182,6 +183,7 @@ class Reply(Message, kw_only=True, frozen=True, omit_defaults=True):
     decision: bytes | None = None
     need_state: bool = False
     recorded_only: str = ""
+    recorded: bool = True
     commands: tuple[Command, ...] = ()
 
 

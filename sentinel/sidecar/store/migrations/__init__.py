@@ -1,0 +1,1 @@
+"""Alembic's migrations of the database; `Database` runs them when it opens."""

@@ -1,0 +1,355 @@
+"""A sidecar's record of one run: what its trainer reported, on disk before it is acknowledged.
+
+    record = Record(directory, run=..., incarnation=..., policy=..., state=None, seen=seen, ...)
+    record.report(frame, decision_bytes, executed, attempt=0, before=state, late=False)
+    record.outcome(outcome)                the step before was carried out otherwise after all
+
+The format is that of the trainer's own trace (sentinel.traces), so the same readers, `sentinel
+replay` included, work on it. Three things differ, since a report arrives before its outcome is
+known and may arrive late: a step stands with the outcome that was decided, and an OUTCOME record
+follows where it turned out otherwise; a REPORT record numbers each step, so that a restarted
+sidecar knows what it has; late steps stand where they arrived.
+
+Durability: report() returns after the bytes are with the operating system: a sidecar that is killed
+         with -9 loses nothing that it acknowledged. A power cut may take the last seconds.
+Errors:  OSError when the disk fails; the report is then not recorded, see Recorder.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sentinel.core.errors import TraceError
+from sentinel.core.events import Event
+from sentinel.core.policy import Policy
+from sentinel.core.state import State
+from sentinel.core.types import Action, Outcome
+from sentinel.traces.reader import Chapter, Reader
+from sentinel.traces.recorder import Recorder, list_incarnations, safe_name
+from sentinel.traces.records import (
+    EXECUTED_AT,
+    INDEX_BYTES,
+    UNKNOWN_ACTION,
+    Header,
+    StepRecord,
+    decode_header,
+    encode_reported_columns,
+    encode_reported_step,
+)
+from sentinel.traces.segments import SCALARS, Kind, list_segments, read_segment
+from sentinel.wire import codec
+from sentinel.wire.codec import WireObservation
+from sentinel.wire.messages import Frame
+
+SEGMENT_BYTES = 2 * 2**20  # a hundred open indices fit into 20 MB
+LATE, DECIDED = 1, 2
+_REPORT = struct.Struct("<qB")  # number, flags
+_KEPT_OUTCOMES = 4096
+
+
+class Seen:
+    """Which frame numbers have arrived: intervals, so that a long run stays small."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.start = start
+        self._spans: list[list[int]] = []  # [first, last], ascending, apart
+
+    def add(self, seq: int) -> bool:
+        """Note `seq`; False when it was there already."""
+        spans = self._spans
+        at = len(spans)
+        while at and spans[at - 1][0] > seq:
+            at -= 1
+        before = spans[at - 1] if at else None
+        if before is not None and seq <= before[1]:
+            return False
+        after = spans[at] if at < len(spans) else None
+        joins_before = before is not None and before[1] == seq - 1
+        joins_after = after is not None and after[0] == seq + 1
+        if joins_before and joins_after and before is not None and after is not None:
+            before[1] = after[1]
+            del spans[at]
+        elif joins_before and before is not None:
+            before[1] = seq
+        elif joins_after and after is not None:
+            after[0] = seq
+        else:
+            spans.insert(at, [seq, seq])
+        return True
+
+    def add_span(self, first: int, last: int) -> None:
+        """Note all of first to last."""
+        spans = sorted([*self._spans, [first, last]])
+        joined = spans[:1]
+        for span in spans[1:]:
+            if span[0] <= joined[-1][1] + 1:
+                joined[-1][1] = max(joined[-1][1], span[1])
+            else:
+                joined.append(span)
+        self._spans = joined
+
+    def __contains__(self, seq: int) -> bool:
+        return any(first <= seq <= last for first, last in reversed(self._spans))
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """What has arrived, ascending."""
+        return [(first, last) for first, last in self._spans]
+
+    @property
+    def count(self) -> int:
+        """How many have arrived."""
+        return sum(last - first + 1 for first, last in self._spans)
+
+    @property
+    def missing(self) -> int:
+        """Holes: numbers from the start to the highest one that have not arrived."""
+        if not self._spans:
+            return 0
+        return max(self._spans[-1][1] + 1 - self.start - self.count, 0)
+
+    def holes(self, most: int = 64) -> list[tuple[int, int]]:
+        """The first holes as spans."""
+        found: list[tuple[int, int]] = []
+        expected = self.start
+        for first, last in self._spans:
+            if first > expected:
+                found.append((expected, first - 1))
+            expected = last + 1
+            if len(found) >= most:
+                break
+        return found
+
+
+class Record(Recorder):
+    """See the module docstring; used by the event loop."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        run: str,
+        incarnation: str,
+        policy: Policy,
+        state: State | None,
+        seen: Seen,
+        layers: Sequence[Any],
+        engine_version: int,
+        limit_bytes: int,
+        clock: Callable[[], float],
+        timer: Callable[[], float],
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        """Open it.
+
+        Args:
+            seen: report numbers on disk already; kept up to date here.
+        """
+        self.seen = seen
+        self._last: tuple[int, int] | None = None  # step and action of the newest step
+        self._early: dict[int, Outcome] = {}  # outcomes of steps that have not arrived yet
+        self._foreign = False  # an outcome of an earlier segment's step stands in this one
+        super().__init__(
+            directory,
+            run=run,
+            incarnation=incarnation,
+            policy=policy,
+            state=state,
+            layers=layers,
+            engine_version=engine_version,
+            segment_bytes=segment_bytes,
+            limit_bytes=limit_bytes,
+            clock=clock,
+            timer=timer,
+        )
+
+    def limit(self, limit_bytes: int) -> None:
+        """From now on the run may take so much disk."""
+        self._limit_bytes = limit_bytes
+
+    def report(
+        self,
+        frame: Frame,
+        decision: bytes,
+        executed: Action | None,
+        *,
+        attempt: int,
+        events: Sequence[bytes] = (),
+        before: State | None,
+        flags: int = 0,
+    ) -> None:
+        """Record one report.
+
+        Args:
+            decision: canonical bytes of what was answered, or of the trainer's own; b"" if neither.
+            executed: what is going to be done as far as is known now; None: nobody knows.
+            events: what happened between the step before and this one, each as canonical bytes.
+            before: the engine's state before those events, if it is known.
+
+        Raises:
+            OSError: the disk failed; this report is not recorded.
+        """
+        seen = frame.observation
+        known = self._early.pop(seen.step, None)
+        outcome = known
+        if outcome is None:
+            action = Action.PROCEED if executed is None else executed
+            outcome = Outcome(seen.step, action, action is Action.PROCEED)
+        step = encode_reported_step(
+            _bare(seen),
+            seen,
+            decision,
+            outcome,
+            attempt,
+            self._clock() if self._clock is not None else None,
+        )
+        if executed is None and known is None:
+            step = step[:EXECUTED_AT] + bytes([UNKNOWN_ACTION]) + step[EXECUTED_AT + 1 :]
+        records = [(Kind.EVENT, event) for event in events]
+        records.append((Kind.REPORT, _REPORT.pack(frame.seq, flags)))
+        records.append((Kind.STEP, step))
+        with self._trying():
+            if seen.columns:
+                # Columns first: a step on disk implies that its columns are.
+                self._append_columns(encode_reported_columns(seen.step, attempt, seen.columns))
+            writer = self._scalars
+            if writer is None or self._gap or writer.size >= self._segment_bytes:
+                self._close_scalars()
+                self._foreign = False
+                self._state = before
+                writer = self._open_scalars()
+            writer.append_all(records)
+            self._index += step[:INDEX_BYTES]
+            self._kept += 1
+        self.written_bytes += len(step)
+        self.seen.add(frame.seq)
+        self._last = (seen.step, step[EXECUTED_AT])
+
+    def outcome(self, outcome: Outcome) -> bool:
+        """What was really done at a step; True if that is not what its record says already.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        if self._last == (outcome.step, outcome.executed):
+            return False
+        at = self._row(outcome.step)
+        if at is not None and self._index[at + EXECUTED_AT] == outcome.executed:
+            return False
+        if at is None and (self._last is None or outcome.step > self._last[0] or self._holes()):
+            self._early[outcome.step] = outcome
+            while len(self._early) > _KEPT_OUTCOMES:
+                del self._early[next(iter(self._early))]
+        with self._trying():
+            if self._scalars is None:
+                return True  # its segment is gone; the outcome waits for its step
+            self._scalars.append(Kind.OUTCOME, codec.encode_outcome(outcome))
+            if at is None:
+                self._foreign = True
+            else:
+                self._index[at + EXECUTED_AT] = outcome.executed
+        return True
+
+    def _holes(self) -> bool:
+        return len(self.seen.spans) > 1
+
+    def _row(self, step: int) -> int | None:
+        """Where that step's row begins in the open segment's index."""
+        index, wanted = self._index, step.to_bytes(8, "little", signed=True)
+        at = len(index) - INDEX_BYTES
+        while at >= 0:
+            if index[at : at + 8] == wanted:
+                return at
+            at -= INDEX_BYTES
+        return None
+
+    def _header(self, stream: str) -> Header:
+        header = super()._header(stream)
+        if stream == SCALARS:
+            header.reports = self.seen.spans
+        return header
+
+    def _close_scalars(self, *, sync: bool = False) -> None:
+        # Without a footer the segment is read record by record, the foreign outcomes too.
+        self._gap, before = self._gap or self._foreign, self._gap
+        try:
+            super()._close_scalars(sync=sync)
+        finally:
+            self._gap = before
+
+
+def reports_on_disk(directory: Path, incarnation: str, start: int = 0) -> Seen:
+    """Which reports of an incarnation are recorded; what cannot be read is not."""
+    seen = Seen(start)
+    for place in reversed(list_incarnations(directory)):
+        for _, path in reversed(list_segments(place, SCALARS)):
+            segment = read_segment(path)
+            if not segment.frames or segment.frames[0].kind is not Kind.HEADER:
+                continue  # killed while it was opened
+            header = decode_header(segment.frames[0].payload, str(path))
+            if header.incarnation == incarnation:
+                for frame in segment.frames:
+                    if frame.kind is Kind.REPORT:
+                        seen.add(_REPORT.unpack_from(frame.payload)[0])
+                for first, last in header.reports:  # all that came before
+                    seen.add_span(first, last)
+            return seen
+    return seen
+
+
+def _newest(directory: Path, incarnation: str) -> tuple[Reader, Chapter] | None:
+    """The newest chapter of an incarnation that holds a step, if there is one."""
+    for place in reversed(list_incarnations(directory)):
+        if not place.name.endswith("-" + safe_name(incarnation)):
+            continue
+        reader, newest = Reader(place), None
+        for chapter in reader.chapters(columns=True):
+            if any(frame.kind is Kind.STEP for frame in chapter.segment.frames):
+                newest = chapter
+        if newest is not None:
+            return reader, newest
+    return None
+
+
+def newest_actions(directory: Path, incarnation: str) -> list[StepRecord]:
+    """Steps of the newest segment that were not simply let through; nothing on any trouble."""
+    try:
+        found = _newest(directory, incarnation)
+        if found is None:
+            return []
+        reader, chapter = found
+        return [
+            item
+            for item in reader.items(chapter)
+            if isinstance(item, StepRecord)
+            and item.outcome.executed is not Action.PROCEED
+            and item.decision_bytes
+        ]
+    except (TraceError, OSError):
+        return []
+
+
+def newest_chapter(directory: Path, incarnation: str) -> Iterator[State | StepRecord | Event]:
+    """The newest segment of an incarnation: the state that it starts with, if known, and its items.
+
+    Raises:
+        TraceError, ProtocolError: it cannot be read.
+    """
+    found = _newest(directory, incarnation)
+    if found is None:
+        return
+    reader, chapter = found
+    if chapter.header is not None and chapter.header.state:
+        yield codec.decode_state(chapter.header.state)
+    yield from reader.items(chapter)
+
+
+def _bare(seen: WireObservation) -> bytes:
+    if not seen.columns:
+        return codec.encode(seen)  # type: ignore[no-any-return]
+    return codec.encode(msgspec.structs.replace(seen, columns={}))  # type: ignore[no-any-return]

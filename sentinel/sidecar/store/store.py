@@ -1,0 +1,274 @@
+"""The store: where a sidecar's records and its database lie, and what of them a start finds again.
+
+    store = Store(settings, clock, timer)
+    record = store.open_record(run="r7", incarnation=..., ...)       series, written at once
+    store.save(row)                                                  run, decision, incident: queued
+    store.trouble                                                    "" or what is wrong with a disk
+
+    data_dir/sentinel.db                     SQLite, unless Settings.database names a server
+    data_dir/runs/<run>/0000-<incarnation>/  the series of a run, in the trace format
+    data_dir/lock                            one sidecar a directory
+
+Without a data_dir all of it is temporary and goes with the process.
+
+Errors:  ConfigError when another sidecar uses the directory. A disk that cannot be written does not
+         keep the sidecar from starting: it decides without a record, and says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from sentinel.core.errors import ConfigError
+from sentinel.core.policy import Policy
+from sentinel.core.state import Incident, State
+from sentinel.sidecar.settings import MIN_RUN_BYTES, Settings
+from sentinel.sidecar.store.database import Database, StoreError
+from sentinel.sidecar.store.models import DecisionRow, IncidentRow, RunRow
+from sentinel.sidecar.store.record import Record, Seen, reports_on_disk
+
+logger = logging.getLogger(__name__)
+
+
+class Store:
+    """See the module docstring; used by the event loop, but for what its Database does."""
+
+    def __init__(
+        self, settings: Settings, clock: Callable[[], float], timer: Callable[[], float]
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._timer = timer
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._lock: int | None = None
+        self.start_trouble = ""
+        if settings.data_dir is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="sentinel-sidecar-")
+            self.directory = Path(self._temporary.name)
+        else:
+            self.directory = settings.data_dir
+        self.runs_directory = self.directory / "runs"
+        self.records: dict[str, Record] = {}  # of the present writers, by run
+        try:
+            self.runs_directory.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+        except OSError as error:
+            self.start_trouble = f"{self.directory}: {error}"
+            logger.error("the data directory cannot be used error=%s", error)
+        self.database = self._open_database()
+
+    def _take_lock(self) -> None:
+        lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise ConfigError(
+                f"data directory {self.directory} is used by another sidecar; give this one "
+                "another with --data"
+            ) from None
+        self._lock = lock
+
+    def _open_database(self) -> Database:
+        url = self._settings.database or f"sqlite:///{self.directory / 'sentinel.db'}"
+        try:
+            return Database.open(url)
+        except StoreError as error:
+            if self._settings.database:
+                raise  # a server that was asked for and is not there: not something to hide
+            self.start_trouble = self.start_trouble or str(error)
+            logger.error("the database cannot be used, going on without one error=%s", error)
+            return Database.open("sqlite://")
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong, in one line; "" when nothing is."""
+        if self.start_trouble:
+            return self.start_trouble
+        for name, record in self.records.items():
+            if record.trouble:
+                return f"series of run {name}: {record.trouble}"
+        return f"database: {self.database.trouble}" if self.database.trouble else ""
+
+    @property
+    def lost_records(self) -> int:
+        """Reports that could not be written, over all present writers."""
+        return sum(record.lost_records for record in self.records.values())
+
+    # ---- series ------------------------------------------------------------------------
+
+    def run_directory(self, run: str) -> Path:
+        """Where the series of a run lie."""
+        return self.runs_directory / run
+
+    def open_record(
+        self,
+        *,
+        run: str,
+        incarnation: str,
+        policy: Policy,
+        state: State | None,
+        layers: Sequence[Any],
+        engine_version: int,
+        first: int,
+    ) -> Record:
+        """The record of a new writer; what its incarnation has reported before is known to it.
+
+        Args:
+            first: the oldest report that may still come, if nothing of it is on disk.
+        """
+        self.close_record(run)
+        directory = self.run_directory(run)
+        try:
+            seen = reports_on_disk(directory, incarnation)
+        except OSError as error:
+            logger.warning("earlier series cannot be read run=%s error=%s", run, error)
+            seen = Seen()
+        if not seen.count:
+            seen.start = first
+        record = Record(
+            directory,
+            run=run,
+            incarnation=incarnation,
+            policy=policy,
+            state=state,
+            seen=seen,
+            layers=layers,
+            engine_version=engine_version,
+            limit_bytes=self.run_limit(),
+            clock=self._clock,
+            timer=self._timer,
+        )
+        self.records[run] = record
+        return record
+
+    def run_limit(self) -> int:
+        """What one run's series may take: its own limit, or its share of what there is."""
+        share = self._settings.max_store_bytes // (len(self.records) + 1)
+        return max(min(self._settings.max_run_bytes, share), MIN_RUN_BYTES)
+
+    def close_record(self, run: str) -> None:
+        """Nobody writes that run any more."""
+        record = self.records.pop(run, None)
+        if record is None:
+            return
+        try:
+            record.close()
+        except OSError as error:
+            logger.warning("a record was not closed well run=%s error=%s", run, error)
+
+    # ---- database ------------------------------------------------------------------------
+
+    def save(self, row: RunRow) -> None:
+        """Write a run's row, now or soon."""
+        self.database.submit(lambda session: session.merge(row))
+
+    def save_decision(self, row: DecisionRow) -> None:
+        """Write an executed action; one of the same step replaces it."""
+        self.database.submit(lambda session: _replace_decision(session, row))
+
+    def drop_decision(self, run: str, incarnation: str, step: int) -> None:
+        """It was not carried out after all."""
+        self.database.submit(
+            lambda session: session.execute(
+                delete(DecisionRow).where(
+                    DecisionRow.run == run,
+                    DecisionRow.incarnation == incarnation,
+                    DecisionRow.step == step,
+                )
+            )
+        )
+
+    def save_incidents(self, run: str, incidents: Iterable[Incident], now: float) -> None:
+        """Write those incidents as they are now."""
+        found = tuple(incidents)
+        self.database.submit(lambda session: _save_incidents(session, run, found, now))
+
+    def known_runs(self, most: int) -> list[RunRow]:
+        """The runs of earlier starts, the newest ones, oldest first."""
+        newest = select(RunRow).order_by(RunRow.heard_at.desc()).limit(most)
+        return list(reversed(self.database.sync(lambda session: list(session.scalars(newest)))))
+
+    def forget(self, run: str) -> int:
+        """Delete the series of a run that is over; returns the bytes that were freed."""
+        directory = self.run_directory(run)
+        freed = directory_bytes(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+        return freed
+
+    def close(self) -> None:
+        """Close everything; a second call does nothing."""
+        for run in list(self.records):
+            self.close_record(run)
+        self.database.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def directory_bytes(directory: Path) -> int:
+    """What the files under a directory take."""
+    total = 0
+    for place, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(place, name)).st_size
+            except OSError:
+                continue
+    return total
+
+
+def _replace_decision(session: Session, row: DecisionRow) -> None:
+    old = session.scalar(
+        select(DecisionRow).where(
+            DecisionRow.run == row.run,
+            DecisionRow.incarnation == row.incarnation,
+            DecisionRow.step == row.step,
+            DecisionRow.attempt == row.attempt,
+        )
+    )
+    if old is None:
+        session.add(row)
+        return
+    for name in ("action", "rule", "reason", "target", "source"):
+        setattr(old, name, getattr(row, name))
+
+
+def _save_incidents(session: Session, run: str, incidents: Iterable[Incident], now: float) -> None:
+    for incident in incidents:
+        row = session.scalar(
+            select(IncidentRow).where(
+                IncidentRow.run == run,
+                IncidentRow.number == incident.number,
+                IncidentRow.opened == incident.opened,
+            )
+        )
+        if row is None:
+            row = IncidentRow(
+                run=run,
+                number=incident.number,
+                opened=incident.opened,
+                key=incident.key,
+                opened_at=now,
+                acknowledged_by="",
+                silenced_by="",
+            )
+            session.add(row)
+        row.state, row.severity = str(incident.state), str(incident.severity)
+        row.summary, row.last, row.fired = incident.summary, incident.last, incident.fired
+        row.resolved, row.steps, row.latched = incident.resolved, incident.steps, incident.latched
+        row.layers = list(incident.layers)
+        row.actions = [list(action) for action in incident.actions]
+        row.updated_at = now
