@@ -217,7 +217,7 @@ class TrainerSession:
             status = session.status()
             if session.detached and not self._detached:
                 why = f"training has ended; waiting for {self._adapter.waits_for}"
-                status = dataclasses.replace(status, why=why)
+                status = dataclasses.replace(status, why=why, canary="no training runs")
         else:
             if self._detached:
                 why = "detached"
