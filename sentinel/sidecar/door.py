@@ -18,6 +18,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -42,6 +43,14 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 
+class TooManyError(RefusedError):
+    """Not now; `wait_s` says when."""
+
+    def __init__(self, detail: str, wait_s: float) -> None:
+        super().__init__("too_many", f"{detail}; try again in {max(wait_s, 0.1):.1f} s", 429)
+        self.wait_s = wait_s
+
+
 class Door:
     """See the module docstring."""
 
@@ -51,9 +60,9 @@ class Door:
         self._requests = Limits(per_minute=REQUESTS_PER_MINUTE, burst=REQUESTS_AT_ONCE)
         self.access = access
 
-    async def body(self, request: Request) -> bytes:
+    async def body(self, request: Request, most: int = 0) -> bytes:
         """The whole body; raises RefusedError when it is too large."""
-        most = self._settings.max_body_bytes
+        most = min(most or self._settings.max_body_bytes, self._settings.max_body_bytes)
         chunks: list[bytes] = []
         size = 0
         async for chunk in request.stream():
@@ -111,11 +120,8 @@ class Door:
         address = "" if request.client is None else request.client.host
         wait = self._requests.wait(address, self._clock())
         if wait > 0.0:
-            raise RefusedError(
-                "too_many",
-                f"more than {REQUESTS_PER_MINUTE} requests a minute from {address}; try again in "
-                f"{wait:.1f} s",
-                429,
+            raise TooManyError(
+                f"more than {REQUESTS_PER_MINUTE} requests a minute from {address}", wait
             )
 
     async def sealed(
@@ -229,7 +235,12 @@ def refusal(error: RefusedError | ProtocolError | ConfigError) -> Response:
     """An error as {"code", "detail"}."""
     if isinstance(error, RefusedError):
         said = {"code": error.code, "detail": error.detail}
-        return Response(json.dumps(said), error.status, media_type="application/json")
+        headers: dict[str, str] = {}
+        if isinstance(error, TooManyError):
+            headers["retry-after"] = str(math.ceil(max(error.wait_s, 1.0)))
+        elif error.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return Response(json.dumps(said), error.status, headers, "application/json")
     said = {"code": "malformed", "detail": str(error)}
     return Response(json.dumps(said), 422, media_type="application/json")
 

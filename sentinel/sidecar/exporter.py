@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from sentinel.core.catalog import CATALOG, PROTECTIONS, RUN_STATES, Kind, MetricSpec
 from sentinel.core.state import Ledger
+from sentinel.core.types import IncidentState
 from sentinel.sidecar.runs import Histogram, Run, Runs
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -157,7 +158,16 @@ def _incidents(run: Run, now: float) -> Iterable[Sample]:
     ledger = _ledger(run)
     if ledger is None:
         return ()
-    open_ = Counter((str(i.state), str(i.severity)) for i in ledger.incidents)
+    silenced = {key for key, until in run.silenced.items() if until > now}
+    open_ = Counter(
+        (
+            "silenced"
+            if (i.number, i.opened) in silenced and i.state is not IncidentState.RESOLVED
+            else str(i.state),
+            str(i.severity),
+        )
+        for i in ledger.incidents
+    )
     return [(key, float(count)) for key, count in sorted(open_.items())]
 
 

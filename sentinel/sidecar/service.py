@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from sentinel.sidecar.door import Door
 from sentinel.sidecar.hub import Hub
+from sentinel.sidecar.people import People
 from sentinel.sidecar.runs import Runs
 from sentinel.sidecar.security import Access
 from sentinel.sidecar.settings import Settings
@@ -43,6 +44,8 @@ class Service:
         self.runs.load(clock())
         self.access = Access.load(settings.token_files, settings.token)
         self.door = Door(settings, self.access, timer)
+        self.people = People(self.runs, self.store.database, clock)
+        self.people.restore()
         self.ready = False
 
     def close(self) -> None:

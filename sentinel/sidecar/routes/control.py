@@ -1,19 +1,48 @@
-"""Orders of people: POST /v1/runs/{run}/commands."""
+"""What people order: commands for a trainer, acknowledged and silenced incidents, and the record.
+
+    POST /v1/runs/{run}/commands       {"kind": "rollback", "target": 400, "issued_by": "ann"}
+    POST /v1/incidents/{id}/ack        {"by": "ann"}
+    POST /v1/incidents/{id}/silence    {"for_s": 3600, "by": "ann"}       0 ends it
+    GET  /v1/audit?run=r7&limit=100    who asked for what, and whether they got it
+    GET  /v1/access                    what this caller may do
+
+A command is idempotent by its id (or Idempotency-Key), is told the trainer with every reply until a
+frame of the trainer acknowledges it, and expires by this clock. Refusals are audited too: the ones
+without a known token up to a limit, then they are only counted, so that nobody can fill the disk.
+
+Errors:  {"code", "detail"}, with the way out in the detail; 429 with Retry-After.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from sentinel.core.errors import ProtocolError
+from sentinel.core.errors import ConfigError, ProtocolError
+from sentinel.core.state import Ledger
 from sentinel.core.types import Command, CommandKind
-from sentinel.sidecar.door import read_json, speaks_json
-from sentinel.sidecar.runs import COMMAND_TTL_S
-from sentinel.sidecar.security import Role
+from sentinel.sidecar.door import TooManyError, answer, read_json, refusal, speaks_json
+from sentinel.sidecar.people import People
+from sentinel.sidecar.runs import COMMAND_TTL_S, Order, RefusedError, Run
+from sentinel.sidecar.security import LOCAL, SHARED, Caller, Limits, Role
 from sentinel.sidecar.service import Service
+from sentinel.sidecar.store.database import StoreError
+from sentinel.sidecar.store.models import NAME
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 65536
+COMMANDS_PER_MINUTE, COMMANDS_AT_ONCE = 30.0, 20  # of one run: people, not programs, give them
+STRANGERS_PER_MINUTE, STRANGERS_AT_ONCE = 20.0, 50  # audited refusals, over all addresses
+MAX_SILENCE_S = 30 * 86_400.0
+MAX_TTL_S = 86_400.0
+MAX_LOG = 1000
 
 
 class _JsonCommand(msgspec.Struct):
@@ -25,41 +54,252 @@ class _JsonCommand(msgspec.Struct):
     expires_in_s: float = COMMAND_TTL_S
 
 
+class _JsonAck(msgspec.Struct):
+    by: str = ""
+
+
+class _JsonSilence(msgspec.Struct):
+    for_s: float
+    by: str = ""
+
+
+Serve = Callable[[Caller, bytes, dict[str, Any]], Awaitable[tuple[int, Any]]]
+
+
 def router(service: Service) -> APIRouter:
     """See the module docstring."""
     routes, runs, door = APIRouter(), service.runs, service.door
+    people: People = service.people
+    per_run = Limits(per_minute=COMMANDS_PER_MINUTE, burst=COMMANDS_AT_ONCE)
+    strangers = Limits(per_minute=STRANGERS_PER_MINUTE, burst=STRANGERS_AT_ONCE)
+
+    async def ordered(request: Request, action: str, run: str, serve: Serve) -> Response:
+        """One request that changes something: let in, read, served, audited whatever comes of it.
+
+        `serve` puts what is worth auditing into the table that it is given.
+        """
+        caller: Caller | None = None
+        detail: dict[str, Any] = {}
+        address = "" if request.client is None else request.client.host
+        try:
+            caller = door.caller(request)
+            door.let_in(request, Role.CONTROL)
+            speaks_json(request)
+            body = await door.body(request, MAX_BODY_BYTES)
+            status, value = await serve(caller or _nobody(), body, detail)
+        except (RefusedError, ProtocolError, ConfigError) as error:
+            said = refusal(error)
+            if caller is not None or strangers.wait("", service.timer()) == 0.0:
+                people.audit(
+                    action,
+                    caller,
+                    outcome="refused",
+                    address=address,
+                    run=detail.pop("run", run),
+                    detail=detail | {"why": str(error)[:500]},
+                )
+            return said
+        people.audit(
+            action,
+            caller,
+            outcome="accepted",
+            address=address,
+            run=detail.pop("run", run),
+            detail=detail,
+        )
+        return answer(value, status)
 
     @routes.post("/v1/runs/{run}/commands")
     async def commands(run: str, request: Request) -> Response:
-        def serve(body: bytes) -> tuple[int, Any]:
-            speaks_json(request)
+        async def serve(caller: Caller, body: bytes, told: dict[str, Any]) -> tuple[int, Any]:
             asked = read_json(_JsonCommand, body, "command")
-            order = runs.command(
-                run,
-                _command(asked, request.headers.get("idempotency-key", "")),
-                asked.expires_in_s,
-                service.now(),
-            )
-            return 202, {
-                "id": order.command.id,
-                "kind": order.command.kind,
-                "state": order.state,
-                "taken_step": order.taken_step,
+            command = _command(asked, request.headers.get("idempotency-key", ""), caller)
+            told |= {"id": command.id, "kind": command.kind.value, "by": command.issued_by}
+            if command.target is not None:
+                told["target"] = command.target
+            if command.kind is CommandKind.SCALE_LR:
+                told["value"] = command.value
+            known = runs.get(run)
+            old = known.orders.get(command.id)
+            if old is not None:
+                _same(old.command, command)
+                told["again"] = True
+                return 202, _shown(old, True)
+            wait = per_run.wait(run, service.timer())
+            if wait > 0.0:
+                raise TooManyError(
+                    f"run {run!r} was given {COMMANDS_AT_ONCE} commands within a short time, "
+                    f"{COMMANDS_PER_MINUTE:g} a minute are taken",
+                    wait,
+                )
+            _sensible(known, command)
+            order = runs.command(run, command, asked.expires_in_s, service.now())
+            return 202, _shown(order, await people.written())
+
+        return await ordered(request, "command", run, serve)
+
+    @routes.post("/v1/incidents/{incident}/ack")
+    async def ack(incident: str, request: Request) -> Response:
+        async def serve(caller: Caller, body: bytes, told: dict[str, Any]) -> tuple[int, Any]:
+            by = _by(read_json(_JsonAck, body or b"{}", "acknowledgement").by, caller)
+            told |= {"incident": incident, "by": by}
+            found = await people.incident(incident)
+            told |= {"incident": found.name, "run": found.run}
+            what = await people.acknowledge(found, by)
+            return 200, {"incident": found.name, "acknowledged_by": by, "detail": what}
+
+        return await ordered(request, "ack", "", serve)
+
+    @routes.post("/v1/incidents/{incident}/silence")
+    async def silence(incident: str, request: Request) -> Response:
+        async def serve(caller: Caller, body: bytes, told: dict[str, Any]) -> tuple[int, Any]:
+            asked = read_json(_JsonSilence, body, "silence")
+            if not 0.0 <= asked.for_s <= MAX_SILENCE_S:
+                raise ProtocolError(
+                    f"silence.for_s must lie between 0 and {MAX_SILENCE_S:g} (30 days), "
+                    f"got {asked.for_s:g}"
+                )
+            by = _by(asked.by, caller)
+            told |= {"incident": incident, "by": by, "for_s": asked.for_s}
+            found = await people.incident(incident)
+            told |= {"incident": found.name, "run": found.run}
+            until = service.now() + asked.for_s if asked.for_s else None
+            await people.silence(found, until, by)
+            return 200, {
+                "incident": found.name,
+                "silenced_until": until,
+                "silenced_by": by,
+                "detail": "nobody is paged about it; sentinel goes on acting"
+                if until
+                else "the silence is over",
             }
 
-        return await door.for_people(request, serve, role=Role.CONTROL)
+        return await ordered(request, "silence", "", serve)
+
+    @routes.get("/v1/audit")
+    async def audit(request: Request, run: str = "", limit: str = "100") -> Response:
+        try:
+            door.let_in(request, Role.READ)
+            if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= MAX_LOG:
+                raise ProtocolError(f"limit must lie between 1 and {MAX_LOG}, got {limit[:20]!r}")
+            trouble = ""
+            try:
+                entries = await people.log(run, int(limit))
+            except StoreError as error:
+                trouble = str(error)
+                entries = [e for e in reversed(people.recent) if not run or e.run == run]
+        except (RefusedError, ProtocolError) as error:
+            return refusal(error)
+        return answer({"audit": entries[: int(limit)], "trouble": trouble})
+
+    @routes.get("/v1/access")
+    async def access(request: Request) -> Response:
+        try:
+            caller = door.let_in(request)
+        except RefusedError as error:
+            return refusal(error)
+        tokens = service.access.configured
+        orders = caller.may(Role.CONTROL) and (tokens or door.local(request))
+        why = ""
+        if not orders:
+            why = (
+                "this token is of role read: use one of role control to give orders"
+                if tokens
+                else "this sidecar was started without a token, so it takes no orders over TCP: "
+                "start it with SENTINEL_TOKEN or --token-file control=FILE, or use the Unix socket"
+            )
+        known = tokens and not door.local(request)
+        return answer(
+            {
+                "tokens": tokens,
+                "name": caller.name if known else None,
+                "roles": sorted(caller.roles) if known else None,
+                "orders": orders,
+                "why": why,
+            }
+        )
 
     return routes
 
 
-def _command(asked: _JsonCommand, key: str) -> Command:
+def _nobody() -> Caller:
+    return Caller("unknown", frozenset())
+
+
+def _by(given: str, caller: Caller) -> str:
+    """Who it was: the name that was given; it says so when a token goes by another one."""
+    name = " ".join(given.split())[:64]
+    if not name.isprintable():
+        raise ProtocolError("by must be printable text")
+    if not name or name == caller.name:
+        return caller.name
+    # These two say nothing about who it is.
+    return name if caller.name in (LOCAL, SHARED) else f"{name} ({caller.name})"
+
+
+def _command(asked: _JsonCommand, key: str, caller: Caller) -> Command:
     if asked.kind is CommandKind.SCALE_LR and not 0.0 < asked.value <= 10.0:
         raise ProtocolError(f"command.value must lie above 0 and at most 10, got {asked.value:g}")
     if asked.kind is CommandKind.ACK and asked.target is None:
         raise ProtocolError("command.target must be the number of the incident to acknowledge")
-    if not 0.0 < asked.expires_in_s <= 86_400.0:
+    if asked.target is not None and not 0 <= asked.target < 2**53:
+        raise ProtocolError(f"command.target must be a step from 0 on, got {asked.target}")
+    if not 0.0 < asked.expires_in_s <= MAX_TTL_S:
         raise ProtocolError(
             f"command.expires_in_s must lie above 0 and at most 86400, got {asked.expires_in_s:g}"
         )
     chosen = asked.id or key or uuid.uuid4().hex
-    return Command(chosen, asked.kind, asked.value, asked.target, asked.issued_by)
+    if len(chosen) > NAME or not (chosen.isascii() and chosen.isprintable()):
+        raise ProtocolError(f"command.id must have at most {NAME} printable ASCII characters")
+    by = _by(asked.issued_by, caller)
+    value = asked.value if asked.kind is CommandKind.SCALE_LR else 1.0
+    assert math.isfinite(value)
+    return Command(chosen, asked.kind, value, asked.target, by)
+
+
+def _same(old: Command, new: Command) -> None:
+    """The same id must mean the same order: raises RefusedError."""
+    if (old.kind, old.value, old.target) != (new.kind, new.value, new.target):
+        raise RefusedError(
+            "conflict",
+            f"id {old.id!r} was given to another order ({old.kind.value}); a new order needs a "
+            "new id",
+        )
+
+
+def _sensible(run: Run, command: Command) -> None:
+    """Refuse what cannot come to anything, while somebody is there to hear it."""
+    if run.run_state in ("finished", "halted"):
+        raise RefusedError("over", f"run {run.name!r} is {run.run_state}: nobody would hear it")
+    ledger: Ledger | None = None if run.state is None else run.state.ledger
+    if ledger is None:
+        return
+    if command.kind is CommandKind.ROLLBACK:
+        healthy = [s.step for s in ledger.snapshots if s.healthy]
+        if not healthy:
+            raise RefusedError(
+                "no_snapshot", f"run {run.name!r} has no healthy snapshot to roll back to yet"
+            )
+        if command.target is not None and command.target not in healthy:
+            raise RefusedError(
+                "no_snapshot",
+                f"command.target must be the step of a healthy snapshot "
+                f"({', '.join(map(str, healthy))}), got {command.target}",
+            )
+    if command.kind is CommandKind.ACK and all(
+        i.number != command.target for i in ledger.incidents
+    ):
+        raise RefusedError(
+            "unknown_incident", f"run {run.name!r} has no incident {command.target}", 404
+        )
+
+
+def _shown(order: Order, recorded: bool) -> dict[str, Any]:
+    return {
+        "id": order.command.id,
+        "kind": order.command.kind,
+        "state": order.state,
+        "taken_step": order.taken_step,
+        "expires_at": order.expires,
+        "recorded": recorded,
+    }

@@ -1,0 +1,347 @@
+"""What people asked for: their orders, acknowledgements and silences, kept, and the audit log.
+
+    people = People(runs, database, clock)
+    people.restore()                                   open orders of an earlier start
+    people.audit("command", caller, outcome="accepted", run="r7", detail={...})
+    incident = await people.incident("r7:3")           or "41", the number of its row
+    await people.acknowledge(incident, by="ann"), await people.silence(incident, until, by="ann")
+
+An order is in memory, and so on its way, before it is written: a disk that is full must not keep
+somebody from halting a run. The answer says whether it was written.
+
+Nothing here sees a token: callers come as names.
+
+Errors:  RefusedError for an incident that is not known.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from sentinel.core.state import Incident
+from sentinel.core.types import Command, CommandKind, IncidentState
+from sentinel.sidecar.runs import Order, RefusedError, Run, Runs
+from sentinel.sidecar.security import LOCAL, Caller
+from sentinel.sidecar.store.database import Database, StoreError
+from sentinel.sidecar.store.models import NAME, AuditRow, CommandRow, IncidentRow
+
+logger = logging.getLogger(__name__)
+
+RECENT = 1024  # entries kept in memory, for a database that fails
+# As the tables say it, and as Order says it.
+_STATES = {"taken": "acknowledged"}
+_OPEN = ("pending", "delivered")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the audit log; see AuditRow."""
+
+    at: float
+    actor: str
+    role: str
+    address: str
+    action: str
+    run: str
+    outcome: str
+    detail: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Known:
+    """An incident that was asked for.
+
+    Attributes:
+        row: the number of its row, None while it has none.
+        live: as the engine knows it now, None when it is known from the database only.
+        key: what it is about.
+    """
+
+    run: str
+    number: int
+    opened: int
+    row: int | None
+    live: Incident | None
+    key: str = ""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return f"{self.run}:{self.number}"
+
+
+class People:
+    """See the module docstring."""
+
+    def __init__(self, runs: Runs, database: Database, clock: Callable[[], float]) -> None:
+        self._runs = runs
+        self._database = database
+        self._clock = clock
+        self.recent: deque[Entry] = deque(maxlen=RECENT)
+        runs.on_order = self._changed
+
+    def restore(self) -> None:
+        """Take up the open orders and the silences of an earlier start; wait for the database."""
+        now = self._clock()
+
+        def find(session: Session) -> tuple[list[CommandRow], list[IncidentRow]]:
+            open_ = select(CommandRow).where(CommandRow.state.in_(_OPEN))
+            silenced = select(IncidentRow).where(IncidentRow.silenced_until > now)
+            return (
+                list(session.scalars(open_.order_by(CommandRow.created_at))),
+                list(session.scalars(silenced)),
+            )
+
+        try:
+            commands, silenced = self._database.sync(find)
+        except StoreError as error:
+            logger.error("earlier orders cannot be read error=%s", error)
+            return
+        for row in commands:
+            order = _order(row)
+            known = self._runs.runs.get(row.run)
+            orders = self._runs.parked.setdefault(row.run, {}) if known is None else known.orders
+            orders.setdefault(order.command.id, order)
+        for incident in silenced:
+            run = self._runs.runs.get(incident.run)
+            if run is not None and incident.silenced_until is not None:
+                run.silenced[incident.number, incident.opened] = incident.silenced_until
+
+    # ---- the audit log ---------------------------------------------------------------------
+
+    def audit(
+        self,
+        action: str,
+        caller: Caller | None,
+        *,
+        outcome: str,
+        address: str = "",
+        run: str = "",
+        detail: dict[str, Any] | None = None,
+    ) -> None:
+        """Add a line; `caller` is None for somebody who is not known."""
+        entry = Entry(
+            self._clock(),
+            "unknown" if caller is None else caller.name,
+            "" if caller is None else _highest(caller),
+            address or LOCAL,
+            action,
+            run[:NAME],
+            outcome,
+            detail or {},
+        )
+        self.recent.append(entry)
+        logger.info(
+            "audit action=%s run=%s actor=%s address=%s outcome=%s",
+            entry.action,
+            entry.run,
+            entry.actor,
+            entry.address,
+            entry.outcome,
+        )
+        row = AuditRow(
+            at=entry.at,
+            actor=entry.actor,
+            role=entry.role,
+            address=entry.address,
+            action=entry.action,
+            run=entry.run,
+            outcome=entry.outcome,
+            detail=entry.detail,
+        )
+        self._database.submit(lambda session: session.add(row))
+
+    async def log(self, run: str, limit: int) -> list[Entry]:
+        """The newest lines, newest first; of all runs for "".
+
+        Raises:
+            StoreError: the database fails; `recent` has what is in memory.
+        """
+
+        def find(session: Session) -> list[AuditRow]:
+            rows = select(AuditRow).order_by(AuditRow.id.desc()).limit(limit)
+            if run:
+                rows = rows.where(AuditRow.run == run)
+            return list(session.scalars(rows))
+
+        return [
+            Entry(r.at, r.actor, r.role, r.address, r.action, r.run, r.outcome, r.detail)
+            for r in await self._database.run(find)
+        ]
+
+    # ---- orders ----------------------------------------------------------------------------
+
+    async def written(self) -> bool:
+        """Whether what was submitted so far is in the database now."""
+        try:
+            await self._database.run(lambda session: None)
+        except StoreError:
+            return False
+        return not self._database.trouble
+
+    def _changed(self, run: str, order: Order) -> None:
+        command, now = order.command, self._clock()
+        state = _STATES.get(order.state, order.state)
+        step = order.taken_step
+
+        def write(session: Session) -> None:
+            row = session.get(CommandRow, _row_id(run, command.id))
+            if row is None:
+                row = CommandRow(
+                    id=_row_id(run, command.id),
+                    run=run,
+                    key=command.id,
+                    kind=command.kind.value,
+                    argument=_argument(command),
+                    actor=command.issued_by,
+                    created_at=order.issued,
+                    expires_at=order.expires,
+                    detail="",
+                )
+                session.add(row)
+            row.state, row.step = state, step
+            if state == "delivered":
+                row.delivered_at = now
+            elif state == "acknowledged":
+                row.acknowledged_at = now
+
+        self._database.submit(write)
+        if state in ("acknowledged", "expired"):
+            self.audit(
+                "command",
+                Caller("sidecar", frozenset()),
+                outcome=state,
+                run=run,
+                detail={"id": command.id, "kind": command.kind.value, "step": step},
+            )
+
+    # ---- incidents -------------------------------------------------------------------------
+
+    async def incident(self, name: str) -> Known:
+        """The incident "RUN:NUMBER", or of that row number.
+
+        Raises:
+            RefusedError: there is none.
+        """
+        run, colon, digits = name.rpartition(":")
+        if not digits.isascii() or not digits.isdigit() or len(digits) > 15:
+            raise RefusedError(
+                "malformed",
+                f"an incident is named RUN:NUMBER, as `sentinel incidents` lists it, got {name!r}",
+                422,
+            )
+        number = int(digits)
+        live = self._live(run, number) if colon else None
+
+        def find(session: Session) -> IncidentRow | None:
+            if not colon:
+                return session.get(IncidentRow, number)
+            rows = select(IncidentRow).where(IncidentRow.run == run, IncidentRow.number == number)
+            return session.scalar(rows.order_by(IncidentRow.id.desc()).limit(1))
+
+        try:
+            row = await self._database.run(find)
+        except StoreError:
+            row = None  # whoever is on call is heard with a broken disk too
+        if row is not None:
+            live = live or self._live(row.run, row.number)
+            if live is not None and live.opened != row.opened:
+                live = None if not colon else live
+        if live is not None:
+            of = run if colon else (row.run if row is not None else "")
+            same = row is not None and row.opened == live.opened
+            found = row.id if same and row is not None else None
+            return Known(of, live.number, live.opened, found, live, live.key)
+        if row is None:
+            raise RefusedError("unknown_incident", f"there is no incident {name!r} here", 404)
+        return Known(row.run, row.number, row.opened, row.id, None, row.key)
+
+    def _live(self, run: str, number: int) -> Incident | None:
+        known = self._runs.runs.get(run)
+        if known is None or known.state is None:
+            return None
+        for incident in reversed(known.state.ledger.incidents):
+            if incident.number == number:
+                return incident
+        return None
+
+    async def acknowledge(self, incident: Known, by: str) -> str:
+        """Note who has taken it; a latched one is also ended. Returns what happens now."""
+        now = self._clock()
+        await self._mark(incident, {"acknowledged_at": now, "acknowledged_by": by[:NAME]})
+        run, live = self._runs.runs.get(incident.run), incident.live
+        if run is None or live is None or live.state is IncidentState.RESOLVED:
+            return "noted; it was over already"
+        if not live.latched:
+            return "noted; it ends by itself when the run is quiet"
+        if run.run_state != "running":
+            return "noted; the run is not running, so that nobody ends it now"
+        order = Command(
+            f"ack-{incident.number}-{incident.opened}", CommandKind.ACK, 1.0, incident.number, by
+        )
+        self._runs.command(run.name, order, 86_400.0, now)
+        return "noted; the trainer ends it with its next step"
+
+    async def silence(self, incident: Known, until: float | None, by: str) -> None:
+        """Nobody is paged about it until then; None ends a silence."""
+        run = self._runs.runs.get(incident.run)
+        key = (incident.number, incident.opened)
+        if run is not None:
+            _silence(run, key, until, self._clock())
+        await self._mark(incident, {"silenced_until": until, "silenced_by": by[:NAME]})
+
+    async def _mark(self, incident: Known, values: dict[str, Any]) -> None:
+        def write(session: Session) -> None:
+            row = session.scalar(
+                select(IncidentRow).where(
+                    IncidentRow.run == incident.run,
+                    IncidentRow.number == incident.number,
+                    IncidentRow.opened == incident.opened,
+                )
+            )
+            if row is not None:
+                for name, value in values.items():
+                    setattr(row, name, value)
+
+        self._database.submit(write)
+        await self.written()
+
+
+def _silence(run: Run, key: tuple[int, int], until: float | None, now: float) -> None:
+    run.silenced = {k: u for k, u in run.silenced.items() if u > now and k != key}
+    if until is not None:
+        run.silenced[key] = until
+
+
+def _highest(caller: Caller) -> str:
+    return next((r for r in ("control", "ingest", "read") if r in caller.roles), "")
+
+
+def _row_id(run: str, key: str) -> str:
+    return blake2b(f"{run}\0{key}".encode(), digest_size=16).hexdigest()
+
+
+def _argument(command: Command) -> dict[str, Any]:
+    if command.kind is CommandKind.SCALE_LR:
+        return {"value": command.value}
+    return {} if command.target is None else {"target": command.target}
+
+
+def _order(row: CommandRow) -> Order:
+    command = Command(
+        row.key,
+        CommandKind(row.kind),
+        float(row.argument.get("value", 1.0)),
+        row.argument.get("target"),
+        row.actor,
+    )
+    # Told again: whether it was heard before, its id will say.
+    return Order(command, row.created_at, row.expires_at)
