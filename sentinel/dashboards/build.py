@@ -13,6 +13,7 @@ Errors:  BuildError when one of the two is not installed.
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ PROVIDER = "grafana/provisioning/dashboards/sentinel.yaml"
 PROVISIONED_RULES = "grafana/provisioning/alerting/sentinel.yaml"
 RULES = "deploy/prometheus/sentinel-rules.yaml"
 OPERATOR_RULES = "deploy/k8s/prometheusrule.yaml"
+FILES = (RUN_DASHBOARD, PROVIDER, PROVISIONED_RULES, RULES, OPERATOR_RULES)
 
 RUN_UID = "sentinel-run"
 SCHEMA_VERSION = 42
@@ -70,7 +72,11 @@ def generate(runbooks: str = alerts.RUNBOOKS) -> dict[str, str]:
         return HEADER + dumped
 
     groups = alerts.prometheus_groups(runbooks)
-    dashboard = json.dumps(run_dashboard(runbooks), cls=JSONEncoder, indent=2, sort_keys=True)
+    with warnings.catch_warnings():
+        # Its classic dashboards warn that newer ones exist; those are not what the API takes.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        board = run_dashboard(runbooks)
+    dashboard = json.dumps(board, cls=JSONEncoder, indent=2, sort_keys=True)
     return {
         RUN_DASHBOARD: dashboard + "\n",
         PROVIDER: as_yaml(_provider()),
@@ -150,7 +156,7 @@ def run_dashboard(runbooks: str) -> Any:
             .label("Run")
             .description("Every run that had series within the time range.")
             .datasource(source)
-            .query({"query": "label_values(sentinel_run_info, run)", "refId": "run", "qryType": 1})
+            .query("label_values(sentinel_run_info, run)")
             .definition("label_values(sentinel_run_info, run)")
             .refresh(m.VariableRefresh.ON_TIME_RANGE_CHANGED)
             .sort(m.VariableSort.NATURAL_DESC)
