@@ -57,11 +57,13 @@ def test_what_is_pushed_passes_the_official_schemas() -> None:
 
 
 def test_the_fake_refuses_what_the_schemas_refuse() -> None:
-    with fake_grafana(grafana_schemas()) as checked:
-        with GrafanaPort(Target(checked.url, TOKEN)) as port:
-            wrong = ({**BOARDS[0], "panels": [{"type": "row", "tittle": "x"}]},)
-            with pytest.raises(GrafanaError, match="tittle"):
-                push(port, pushing.wanted(wrong, datasource="prom-1"))
+    wrong = ({**BOARDS[0], "panels": [{"type": "row", "tittle": "x"}]},)
+    with (
+        fake_grafana(grafana_schemas()) as checked,
+        GrafanaPort(Target(checked.url, TOKEN)) as port,
+        pytest.raises(GrafanaError, match="tittle"),
+    ):
+        push(port, pushing.wanted(wrong, datasource="prom-1"))
 
 
 def test_the_first_push_writes_everything_and_the_second_nothing(
@@ -202,17 +204,21 @@ def test_a_refusal_in_an_odd_form_is_still_a_refusal(
 
 
 def test_a_wrong_token_is_refused(grafana: FakeGrafana) -> None:
-    with GrafanaPort(Target(grafana.url, "glsa_other")) as port:
-        with pytest.raises(GrafanaError, match="the token is not accepted"):
-            push(port)
+    with (
+        GrafanaPort(Target(grafana.url, "glsa_other")) as port,
+        pytest.raises(GrafanaError, match="the token is not accepted"),
+    ):
+        push(port)
 
 
 def test_nobody_at_the_address_is_said_plainly() -> None:
     with fake_grafana() as gone:
         url = gone.url
-    with GrafanaPort(Target(url, TOKEN)) as port:
-        with pytest.raises(GrafanaError, match="cannot reach Grafana") as refused:
-            push(port)
+    with (
+        GrafanaPort(Target(url, TOKEN)) as port,
+        pytest.raises(GrafanaError, match="cannot reach Grafana") as refused,
+    ):
+        push(port)
     assert refused.value.transient
 
 
