@@ -49,6 +49,7 @@ from sentinel.wire.messages import (
     Reply,
     Steps,
 )
+from sentinel_hooks.runqueue import RunQueue
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ REGISTER_DEADLINE_S = 2.0
 LATE_DEADLINE_S = 2.0  # of the thread's own calls: nobody waits for them
 CLOSE_DEADLINE_S = 2.0
 RETRY_S = 30.0
+FLOOR_S = 0.003  # what steps shorter than 300 ms may wait on average
 HEARTBEAT_S = 15.0  # a sidecar takes a run for lost after 60 s; steps may be longer than that
 BUFFER_FRAMES = 10_000
 BUFFER_BYTES = 64 * 2**20
@@ -86,7 +88,7 @@ class LinkStatus:
         mismatches: answers that differed from the trainer's own decision.
         dropped: frames lost because the buffer was full.
         buffered: frames that wait to be delivered.
-        longest_wait_s: the longest that one step waited for the sidecar.
+        longest_wait_s: the longest that one step waited for the sidecar, or for a core after it.
     """
 
     url: str = ""
@@ -187,10 +189,17 @@ class EmbeddedLink:
 
 
 class Breaker:
-    """When to stop asking: 3 misses in a row, or waiting too long on average.
+    """When to stop asking: 3 misses in a row, or waiting too much over 100 steps.
 
-    Too long is more than max(1 % of the step time, 2 ms) on average over 100 asked steps. It opens
-    for 30 s; then one step asks again, and its answer closes it.
+    An answer that took more than half of the deadline counts among the misses in a row: a sidecar
+    that always answers at 45 ms is left after three. Too much is more than max(1 % of the step
+    time, 3 ms) a step, over the last 100 steps, those that did not ask included. It opens for 30 s,
+    and for as long as the last 100 steps waited more than half of that; then one step asks again,
+    and a prompt answer closes it. So no 100 steps ever wait for more than the bound and one answer.
+
+    Judged is what the sidecar made the trainer wait: its caller takes off the time in which the
+    answer may have been there and the trainer had no core. Why 3 ms and not less:
+    docs/decisions/2026-11-29-breaker.md.
     """
 
     def __init__(
@@ -199,15 +208,17 @@ class Breaker:
         misses: int = 3,
         over: int = 100,
         share: float = 0.01,
-        floor_s: float = 0.002,
+        floor_s: float = FLOOR_S,
+        slow_s: float = DEADLINE_S / 2,
         retry_s: float = RETRY_S,
     ) -> None:
         self._limit = misses
         self._share = share
         self._floor_s = floor_s
+        self._slow_s = slow_s
         self._retry_s = retry_s
         self._in_a_row = 0
-        self._waits: deque[float] = deque(maxlen=over)
+        self._waits: deque[float] = deque([0.0], maxlen=over)  # the last is of the step going on
         self._steps: deque[float] = deque(maxlen=over)
         self._opened: float | None = None
         self.why = ""
@@ -219,46 +230,52 @@ class Breaker:
 
     def allows(self, now: float) -> bool:
         """Whether this step may ask."""
-        return self._opened is None or now - self._opened >= self._retry_s
+        if self._opened is None:
+            return True
+        return now - self._opened >= self._retry_s and self._average() <= 0.5 * self._bound()
 
     def step(self, seconds: float) -> None:
-        """A step took so long, from decision to decision."""
+        """A step begins, so long after the one before, from decision to decision."""
         self._steps.append(seconds)
+        self._waits.append(0.0)
 
     def answered(self, waited: float, now: float) -> None:
         """An answer came after `waited`."""
+        if waited > self._slow_s:
+            self._bad(waited, now, f"{self._limit} misses or late answers in a row")
+            return
         self._in_a_row = 0
-        if self._opened is not None:
-            self._opened = None
-            self._waits.clear()
+        self._opened = None
         self._wait(waited, now)
 
     def missed(self, waited: float, now: float) -> None:
         """None came, or none that counts."""
+        self._bad(waited, now, f"{self._limit} misses in a row")
+
+    def _bad(self, waited: float, now: float, why: str) -> None:
         self._in_a_row += 1
+        self._wait(waited, now)
         if self._opened is not None:
             self._opened = now  # the trial failed
         elif self._in_a_row >= self._limit:
-            self._open(now, f"{self._in_a_row} misses in a row")
-        else:
-            self._wait(waited, now)
+            self._opened, self.why = now, why
 
     def _wait(self, waited: float, now: float) -> None:
-        waits, steps = self._waits, self._steps
-        waits.append(waited)
-        if len(waits) < (waits.maxlen or 0):
-            return
-        average = sum(waits) / len(waits)
-        step = sum(steps) / len(steps) if steps else 0.0
-        bound = max(self._share * step, self._floor_s)
-        if average > bound:
-            self._open(
-                now, f"waited {average * 1e3:.1f} ms a step on average, above {bound * 1e3:.1f} ms"
+        self._waits[-1] += waited
+        average, bound = self._average(), self._bound()
+        if self._opened is None and average > bound:
+            self._opened = now
+            self.why = (
+                f"waited {average * 1e3:.1f} ms a step on average, above {bound * 1e3:.1f} ms"
             )
 
-    def _open(self, now: float, why: str) -> None:
-        self._opened, self.why = now, why
-        self._waits.clear()
+    def _average(self) -> float:
+        """Over a whole window: the steps before the first one waited for nothing."""
+        return sum(self._waits) / (self._waits.maxlen or 1)
+
+    def _bound(self) -> float:
+        step = sum(self._steps) / len(self._steps) if self._steps else 0.0
+        return max(self._share * step, self._floor_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +316,9 @@ class RemoteLink:
         self._layers = tuple(layers)
         self._info = dict(info)
         self._deadline_s = deadline_s
-        self._breaker = breaker or Breaker()
+        self._breaker = breaker or Breaker(slow_s=deadline_s / 2)
+        self._queue = RunQueue()
+        self._stood_s = 0.0  # the queue's sum when this step began to ask
 
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -416,6 +435,7 @@ class RemoteLink:
             self._wake.notify()
         self._thread.join(CLOSE_DEADLINE_S + 0.5)
         self._fast.close()
+        self._queue.close()
 
     def _ask(
         self, observation: Observation, own: Decision, state: State, start: float
@@ -445,6 +465,7 @@ class RemoteLink:
         elif not self._breaker.allows(start):
             self._miss("breaker_open")
         else:
+            self._stood_s = self._queue.waited_s()
             try:
                 reply = self._exchange(seq, raw, state, start + self._deadline_s)
                 decision = self._judge(reply, own, observation.step)
@@ -512,29 +533,31 @@ class RemoteLink:
         return decision
 
     def _answered(self, start: float) -> None:
-        now = self._clock()
-        waited = now - start
-        self._longest_wait_s = max(self._longest_wait_s, waited)
         was_open = self._breaker.open
-        self._breaker.answered(waited, now)
-        if was_open:
+        self._breaker.answered(*self._waited(start))
+        if was_open and not self._breaker.open:
             logger.info("the sidecar answers again run=%s url=%s", self._run, self._url)
         self._say_if_opened(was_open)
 
     def _missed(self, error: MissError, start: float) -> None:
-        now = self._clock()
         self._fast.close()
-        self._longest_wait_s = max(self._longest_wait_s, now - start)
         self._miss(error.reason)
         self._detail = str(error)
         was_open = self._breaker.open
         if error.reason == "unknown_run":
-            self._breaker.answered(now - start, now)  # it is there, and only has to be told
+            self._breaker.answered(*self._waited(start))  # it is there, and only has to be told
         else:
-            self._breaker.missed(now - start, now)
+            self._breaker.missed(*self._waited(start))
         self._say_if_opened(was_open)
         if error.reason in ("unknown_run", "fenced"):
             self._lose_registration(error)
+
+    def _waited(self, start: float) -> tuple[float, float]:
+        """(how long the sidecar made this step wait, now): without the wait for a core."""
+        now = self._clock()
+        waited = now - start
+        self._longest_wait_s = max(self._longest_wait_s, waited)
+        return max(waited - max(self._queue.waited_s() - self._stood_s, 0.0), 0.0), now
 
     def _say_if_opened(self, was_open: bool) -> None:
         if self._breaker.open and not was_open:
@@ -629,10 +652,6 @@ class RemoteLink:
         except Exception as error:  # noqa: BLE001 (attach goes on, and the trainer decides)
             self._caught("link", error)
             self._unregistered(MissError("internal", f"{type(error).__name__}: {error}"))
-        try:
-            self._fast.resolve()
-        except MissError:
-            pass  # the step that asks will say so
 
     def _register(self, client: Client, pinned: bool) -> Registered:
         with self._lock:
@@ -652,6 +671,7 @@ class RemoteLink:
         )
         if answer.run != self._run:
             raise MissError("garbled", f"an answer about run {answer.run!r}")
+        self._fast.share(client)  # a step never looks a name up
         self._fence = answer.fence
         self._decides = answer.decides
         self._detail = answer.reason
@@ -728,8 +748,18 @@ class RemoteLink:
             else:
                 self._detail = str(error)
                 self._retry_at = self._clock() + 1.0
+            if error.reason in ("unreachable", "timeout"):
+                self._look_up_again()
             return False
         return True
+
+    def _look_up_again(self) -> None:
+        """A sidecar that was started anew may have another address under its name."""
+        try:
+            self._slow.resolve(anew=True)
+        except MissError:
+            return  # as unreachable as before
+        self._fast.share(self._slow)
 
     def _deliver(self, deadline_s: float) -> None:
         """Send one batch from the front of the buffer; raises MissError."""

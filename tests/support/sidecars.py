@@ -48,6 +48,14 @@ class ServeProcess:
         self.process.send_signal(signal.SIGKILL)
         self.process.communicate(timeout=20)
 
+    def freeze(self) -> None:
+        """SIGSTOP: the kernel still accepts connections and bytes for it."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
     def stop(self) -> tuple[int, str]:
         """SIGTERM; returns the exit status and what it said."""
         self.process.send_signal(signal.SIGTERM)
@@ -83,6 +91,7 @@ class HostileProxy:
     to the request before. garbles: flips bits in the answer's body. garbles_request: flips bits on
     the way in. resets: cuts the connection with RST. hangs: never answers. nonsense: answers
     something that is no HTTP. refuses: accepts and closes at once. endless: an answer without end.
+    late: a good answer, 45 ms after the question.
     """
 
     BEHAVIOURS = (
@@ -158,6 +167,8 @@ class HostileProxy:
         answer = _message(back)
         if not answer:
             return False
+        if how == "late":
+            time.sleep(0.045)
         before, self._before = self._before, answer
         if how == "stale":
             front.sendall(before or answer)
