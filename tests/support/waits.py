@@ -62,7 +62,7 @@ class Metered:
         wall = max(self.waits, key=lambda wait: wait.wall)
         print(
             f"longest wait: ours {worst.ours * 1e3:.1f} ms, on the wall {wall.wall * 1e3:.1f} ms "
-            f"(of which {wall.queued * 1e3:.1f} ms without a core)"
+            f"(all threads: {wall.queued * 1e3:.1f} ms without a core)"
         )
         return worst.ours
 
