@@ -124,9 +124,12 @@ def _top(metric: str) -> str:
 
 
 def _unmeasurable(metric: str) -> str:
-    """1 for each layer that is nan or inf now: topk ranks a NaN last, and no curve shows it."""
+    """1 for each layer that is nan or inf now: topk ranks a NaN last, and no curve shows it.
+
+    A layer of -Inf was not measured: the maximum of nothing.
+    """
     each = _one(metric, by="layer")
-    return f"topk({TOP}, count by (layer) ({each} - {each} != 0))"
+    return f"topk({TOP}, count by (layer) ({each} - {each} != 0 unless {each} == -Inf))"
 
 
 def _happened(metric: str, by: str) -> str:
