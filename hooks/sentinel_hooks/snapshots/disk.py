@@ -19,7 +19,7 @@ candidate, and the newest unhealthy one for whoever looks into the incident.
 
 With several ranks (`world` > 1) nothing here talks to another rank; the session carries the word:
 
-    disk.offer(image, ledger, save=n)    on all, at one safe point; n is new, and the same on all
+    disk.offer(image, ledger, save=n)    on all, at one safe point; n the same on all, ever higher
     PartWritten(step) or Failed(step)    from poll(), at a moment of its own on each rank
     disk.commit(step)                    on rank 0, when all have: poll() says Saved or Failed
     disk.committed(step)                 on all, when all know of Saved: from here on it counts
@@ -166,6 +166,11 @@ class _Pending:
     reason: str = ""
     incident: str = ""
 
+    @property
+    def number(self) -> int:
+        """Of the save, in its directory's name."""
+        return _number(self.path)
+
 
 _INSIDE = "it was saved inside an incident"
 
@@ -286,7 +291,7 @@ class DiskStore:
 
         Args:
             save: with several ranks, the number of this save in its directory's name: the same on
-                all, and none that was used for this step before.
+                all, and higher than that of any save before; start above highest_number().
         """
         if self._world > 1:
             self._offer_part(image, ledger, save)
@@ -317,7 +322,15 @@ class DiskStore:
         image.readers += 1
         self._jobs.put(partial(self._save_part, path, image, rest, ledger))
 
+    def decline(self, step: int, ledger: Ledger, *, save: int, reason: str) -> None:
+        """In place of offer() on a rank that has no image to write: its part fails."""
+        path = self._begin_part(step, ledger.attempt, save)
+        self._next = next_due(step, self._schedule)
+        self._done.append(_Done(Failed(step, reason), path))
+
     def _begin_part(self, step: int, attempt: int, save: int) -> Path:
+        if self._pending is not None:
+            self.abandon(self._pending.step, "the next one came before it was committed")
         path = self._root / store.snapshot_name(step, attempt, save)
         self._paths.pop(step, None)
         self._marked.pop(step, None)
@@ -342,7 +355,7 @@ class DiskStore:
         self._paths[step] = pending.path
         self._reached(step)
         if self._rank == 0:
-            self._put(self._rotate)
+            self._put(partial(self._rotate, pending.number))
 
     def abandon(self, step: int, reason: str) -> None:
         """On all ranks, when a part or the commit has failed; the next snapshot tries again."""
@@ -505,7 +518,8 @@ class DiskStore:
                 reason = "trouble came before it was confirmed"
             if health is not was:
                 self._health[step] = health
-                self._put(partial(self._mark, step, health, reason))
+                if self._rank == 0:
+                    self._put(partial(self._mark, step, health, reason))
 
     def find(self, steps: Iterable[int]) -> tuple[int, ...]:
         """Count copies of earlier processes of this run, of these steps; those that are there.
@@ -706,6 +720,8 @@ class DiskStore:
 
     def _drop(self, path: Path) -> None:
         """What is left of an abandoned save; a rank that still writes leaves some for later."""
+        if (path / store.COMMIT).exists():
+            return  # one of an earlier process, whose number was used again: it is not ours
         with contextlib.suppress(OSError):
             store.delete(path)
 
@@ -780,21 +796,28 @@ class DiskStore:
 
         trouble = fits()
         if trouble:
-            for path in expendable(store.list_snapshots(self._run_directory), self._pinned, 1):
-                if path == own:
-                    continue
+            for path in self._expendable(1, None if own is None else _number(own) - 1):
                 self._delete(path)
                 trouble = fits()
                 if not trouble:
                     return
             raise SnapshotError(f"{trouble}, or switch it off with Snapshots(disk=False)")
 
-    def _rotate(self) -> None:
-        found = store.list_snapshots(self._run_directory)
-        pending = self._pending
-        for path in expendable(found, self._pinned, self._config.disk_keep):
-            if pending is None or path != pending.path:
-                self._delete(path)
+    def _rotate(self, upto: int | None = None) -> None:
+        for path in self._expendable(self._config.disk_keep, upto):
+            self._delete(path)
+
+    def _expendable(self, keep: int, upto: int | None) -> list[Path]:
+        """What may go; of saves that look torn only those up to this number.
+
+        Another rank may have begun the next save already: it has a higher one.
+        """
+        found = [
+            s
+            for s in store.list_snapshots(self._run_directory)
+            if s.health is not Health.TORN or upto is None or s.number <= upto
+        ]
+        return expendable(found, self._pinned, keep)
 
     def _delete(self, path: Path) -> None:
         if self._world == 1:  # of several ranks all must have the same
@@ -807,7 +830,7 @@ class DiskStore:
 
     def _mark(self, step: int, health: Health, reason: str, incident: str = "") -> None:
         path = self._marked.get(step)
-        if path is None:
+        if path is None or self._rank:
             return  # its save failed, or it is not committed yet and will be marked then
         name = store.HEALTHY if health is Health.HEALTHY else store.UNHEALTHY
         try:
@@ -872,7 +895,19 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
             logger.exception("sentinel failed in its disk thread, training goes on")
 
 
-def _say(error: Exception) -> str:
+def _number(path: Path) -> int:
+    named = store.parse_name(path.name)
+    assert named is not None
+    return named[2]
+
+
+def _say(error: BaseException) -> str:
+    # torch.save() says "unexpected pos 64 vs 0" when the disk was full: the reason lies below.
+    below: BaseException | None = error
+    while below is not None and not isinstance(below, OSError):
+        below = below.__cause__ or below.__context__
+    if below is not None and not isinstance(error, SnapshotError):
+        error = below
     if isinstance(error, SnapshotError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -477,15 +477,20 @@ def read(
 def _notes(rank: int, world: int, saved_by: int) -> tuple[str, ...]:
     if world == saved_by:
         return ()
-    notes = [f"it was saved by {saved_by} ranks and is put back on {world}"]
+    notes = [f"it was saved by {_ranks(saved_by)} and is put back on {_ranks(world)}"]
     if rank >= saved_by:
         notes.append(
             f"rank {rank} was not among them: schedules and extra_state are those of rank 0, "
             "its RNG is left as it is"
         )
     elif world < saved_by:
-        notes.append(f"RNG and extra_state of ranks {world} to {saved_by - 1} are not used")
+        left = f"rank {world}" if saved_by == world + 1 else f"ranks {world} to {saved_by - 1}"
+        notes.append(f"RNG, schedules and extra_state of {left} are not used")
     return tuple(notes)
+
+
+def _ranks(number: int) -> str:
+    return "one rank" if number == 1 else f"{number} ranks"
 
 
 class _Unpacker:
