@@ -451,10 +451,16 @@ class Runs:
                 run, frame, now, recorded_only="the sidecar failed to decide", recorded=kept
             )
         run.duration.add(self._timer() - started)
+        handed, before = run.handed, run.before
+        if handed:
+            before = run.state
         run.known, run.handed, run.undecided = True, False, True
         run.next_seq = frame.seq + 1
         data = codec.encode_decision(decision)
-        kept = self._record(run, frame, observation, decision, now, run.state.ledger.attempt, data)
+        attempt = run.state.ledger.attempt
+        kept = self._record(
+            run, frame, observation, decision, now, attempt, data, before, handed=handed
+        )
         run.reply = self._answer(run, frame, now, decision=data, recorded=kept)
         return run.reply
 
@@ -547,15 +553,16 @@ class Runs:
         now: float,
         attempt: int,
         data: bytes = b"",
+        before: State | None = None,
+        *,
+        handed: bool = False,
     ) -> bool:
         """Note a live report; whether it is on disk now."""
-        before, flags = None, 0
         run.own_decision = None if frame.own is None else codec.core_decision(frame.own)
-        if decision is not None:
-            before, flags = run.before, DECIDED
-        elif frame.own is not None:
+        flags = 0 if decision is None else DECIDED
+        if decision is None and frame.own is not None:
             decision, data = run.own_decision, codec.encode(frame.own)
-        kept = self._write(run, frame, data, decision, now, attempt, before, flags)
+        kept = self._write(run, frame, data, decision, now, attempt, before, flags, handed=handed)
         self._count(run, frame.moves)
         self._note_incidents(run, now)
         self._note_step(run, frame.seq, observation, decision, now, attempt)
@@ -574,6 +581,8 @@ class Runs:
         attempt: int,
         before: State | None,
         flags: int,
+        *,
+        handed: bool = False,
     ) -> bool:
         """Put a report on disk; False when the disk fails."""
         self._outcomes(run, frame.moves, now)
@@ -588,6 +597,7 @@ class Runs:
                 attempt=attempt,
                 events=events,
                 before=before,
+                handed=handed,
                 flags=flags,
             )
         except OSError as error:
@@ -883,7 +893,14 @@ class Runs:
         run.undecided = True
         attempt = run.state.ledger.attempt
         self._record(
-            run, frame, observation, decision, now, attempt, codec.encode_decision(decision)
+            run,
+            frame,
+            observation,
+            decision,
+            now,
+            attempt,
+            codec.encode_decision(decision),
+            run.before,
         )
         return decision
 

@@ -9,14 +9,16 @@ Threads: the event loop's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from sentinel.sidecar.door import Door
 from sentinel.sidecar.hub import Hub
 from sentinel.sidecar.people import People
-from sentinel.sidecar.runs import Runs
+from sentinel.sidecar.runs import RefusedError, Runs
 from sentinel.sidecar.security import Access
 from sentinel.sidecar.settings import Settings
 from sentinel.sidecar.store.store import Store
+from sentinel.wire import messages
 
 
 class Service:
@@ -47,6 +49,15 @@ class Service:
         self.people = People(self.runs, self.store.database, clock)
         self.people.restore()
         self.ready = False
+
+    def series_directory(self, run: str) -> Path:
+        """Where the series of a run lie; raises RefusedError."""
+        if not messages.RUN_NAME.fullmatch(run):
+            raise RefusedError("unknown_run", f"no run has the name {run!r}", 404)
+        place = self.store.run_directory(run)
+        if run not in self.runs.runs and not place.is_dir():
+            self.runs.get(run)  # which says how to register it
+        return place
 
     def close(self) -> None:
         """Let go of the disk and the database; what is queued is written first."""

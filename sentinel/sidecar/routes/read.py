@@ -1,18 +1,51 @@
-"""What is known of the runs, for people: JSON in which non-finite numbers are words."""
+"""What is known of the runs, for people: JSON in which non-finite numbers are words.
+
+Series are read from disk in a thread, so that a long run being opened delays no decision. Live
+events are server-sent: a client that does not keep up loses events and is told so; it never makes
+the sidecar wait.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+from sqlalchemy import select
 
-from sentinel.sidecar.runs import details, summary
+from sentinel.core.errors import ConfigError, ProtocolError, TraceError
+from sentinel.sidecar.door import answer, refusal
+from sentinel.sidecar.hub import MOST_LISTENERS, Event
+from sentinel.sidecar.runs import RefusedError, details, summary
 from sentinel.sidecar.service import Service
+from sentinel.sidecar.store.database import StoreError
+from sentinel.sidecar.store.models import DecisionRow, IncidentRow
+from sentinel.sidecar.store.series import QueryError, encode
+from sentinel.wire import codec
+
+POINTS, COLUMNS = 1500, 300
+MOST_ROWS = 1000
+SILENCE_S = 15.0  # a comment keeps proxies from closing a quiet stream
+STEPS_EVERY_S = 0.5
+TURN_S = 1.0  # a stream ends so soon after the sidecar was told to stop
 
 
 def router(service: Service) -> APIRouter:
     """See the module docstring."""
     routes, runs, door = APIRouter(), service.runs, service.door
+
+    async def reading(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
+        try:
+            door.let_in(request)
+            return await work()
+        except TraceError as error:
+            return refusal(RefusedError("unreadable", str(error), 404))
+        except StoreError as error:
+            return refusal(RefusedError("unavailable", str(error), 503))
+        except (RefusedError, ProtocolError, ConfigError) as error:
+            return refusal(error)
 
     @routes.get("/v1/runs")
     async def list_runs(request: Request) -> Response:
@@ -28,4 +61,134 @@ def router(service: Service) -> APIRouter:
 
         return await door.for_people(request, serve)
 
+    @routes.get("/v1/runs/{run}/series")
+    async def series(run: str, request: Request) -> Response:
+        async def work() -> Response:
+            asked = request.query_params
+            place = service.series_directory(run)
+            names = tuple(n for n in asked.get("name", "loss,grad_norm").split(",") if n)
+            if not names:
+                raise QueryError("name must name at least one series")
+            found = await asyncio.to_thread(
+                service.store.series.curves,
+                place,
+                names,
+                _whole(request, "from"),
+                _whole(request, "to"),
+                _whole(request, "points") or POINTS,
+            )
+            return Response(encode({"run": run, **found}), media_type="application/json")
+
+        return await reading(request, work)
+
+    @routes.get("/v1/runs/{run}/layers")
+    async def layers(run: str, request: Request) -> Response:
+        async def work() -> Response:
+            found = await asyncio.to_thread(
+                service.store.series.layers,
+                service.series_directory(run),
+                request.query_params.get("name", "layer_grad_norm"),
+                _whole(request, "from"),
+                _whole(request, "to"),
+                _whole(request, "points") or COLUMNS,
+            )
+            return Response(encode({"run": run, **found}), media_type="application/json")
+
+        return await reading(request, work)
+
+    @routes.get("/v1/runs/{run}/incidents")
+    async def incidents(run: str, request: Request) -> Response:
+        async def work() -> Response:
+            service.series_directory(run)
+            chosen = select(IncidentRow).where(IncidentRow.run == run)
+            newest = chosen.order_by(IncidentRow.id.desc()).limit(MOST_ROWS)
+            found = await service.store.database.run(
+                lambda session: [_table(row) for row in session.scalars(newest)]
+            )
+            return answer({"run": run, "incidents": found})
+
+        return await reading(request, work)
+
+    @routes.get("/v1/runs/{run}/decisions")
+    async def decisions(run: str, request: Request) -> Response:
+        async def work() -> Response:
+            service.series_directory(run)
+            chosen = select(DecisionRow).where(DecisionRow.run == run)
+            newest = chosen.order_by(DecisionRow.id.desc()).limit(MOST_ROWS)
+            found = await service.store.database.run(
+                lambda session: [_table(row) for row in session.scalars(newest)]
+            )
+            return answer({"run": run, "decisions": found})
+
+        return await reading(request, work)
+
+    async def listening(request: Request, run: str | None) -> Response:
+        async def work() -> Response:
+            if run is not None:
+                service.series_directory(run)
+            if len(service.hub.listeners) >= MOST_LISTENERS:
+                raise RefusedError(
+                    "full", f"{MOST_LISTENERS} clients listen already; try again later", 503
+                )
+            after = request.headers.get("last-event-id", "")
+            return StreamingResponse(
+                _stream(service, run, after),
+                media_type="text/event-stream",
+                headers={"x-accel-buffering": "no"},
+            )
+
+        return await reading(request, work)
+
+    @routes.get("/v1/events")
+    async def all_events(request: Request) -> Response:
+        return await listening(request, None)
+
+    @routes.get("/v1/runs/{run}/events")
+    async def run_events(run: str, request: Request) -> Response:
+        return await listening(request, run)
+
     return routes
+
+
+async def _stream(service: Service, run: str | None, after: str) -> AsyncIterator[bytes]:
+    listener = service.hub.listen(run, after)
+    try:
+        yield b"retry: 2000\n\n"
+        silent = 0.0
+        while service.ready:
+            found = await listener.next(TURN_S)
+            silent = 0.0 if found else silent + TURN_S
+            for event in found:
+                yield _sent(event)
+            if silent >= SILENCE_S:
+                silent = 0.0
+                yield b": still here\n\n"
+            if found:
+                await asyncio.sleep(STEPS_EVERY_S)  # so that steps come by the dozen
+    finally:
+        service.hub.forget(listener)
+
+
+def _sent(event: Event) -> bytes:
+    data = codec.to_json({"run": event.run, **_plain(event.data)})
+    number = f"id: {event.id}\n".encode() if event.id else b""
+    return number + f"event: {event.kind}\n".encode() + b"data: " + data + b"\n\n"
+
+
+def _plain(data: Any) -> dict[str, Any]:
+    found = codec.plain(data)
+    return found if isinstance(found, dict) else {"value": found}
+
+
+def _table(row: Any) -> dict[str, Any]:
+    return {column.key: getattr(row, column.key) for column in row.__table__.columns}
+
+
+def _whole(request: Request, name: str) -> int | None:
+    """A whole number of the query; raises QueryError."""
+    given = request.query_params.get(name, "")
+    if not given:
+        return None
+    if not (given.isascii() and given.lstrip("-").isdigit() and len(given) <= 18):
+        raise QueryError(f"{name} must be a whole number, got {given[:32]!r}")
+    return int(given)

@@ -181,6 +181,7 @@ class Record(Recorder):
         attempt: int,
         events: Sequence[bytes] = (),
         before: State | None,
+        handed: bool = False,
         flags: int = 0,
     ) -> None:
         """Record one report.
@@ -190,6 +191,7 @@ class Record(Recorder):
             executed: what is going to be done as far as is known now; None: nobody knows.
             events: what happened between the step before and this one, each as canonical bytes.
             before: the engine's state before those events, if it is known.
+            handed: `before` was handed over: it holds those events, and a segment begins with it.
 
         Raises:
             OSError: the disk failed; this report is not recorded.
@@ -218,7 +220,10 @@ class Record(Recorder):
                 # Columns first: a step on disk implies that its columns are.
                 self._append_columns(encode_reported_columns(seen.step, attempt, seen.columns))
             writer = self._scalars
-            if writer is None or self._gap or writer.size >= self._segment_bytes:
+            if handed and writer is not None and len(records) > 2:
+                writer.append_all(records[:-2])
+                records = records[-2:]
+            if handed or writer is None or self._gap or writer.size >= self._segment_bytes:
                 self._close_scalars()
                 self._foreign = False
                 self._state = before

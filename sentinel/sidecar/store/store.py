@@ -36,6 +36,7 @@ from sentinel.sidecar.settings import MIN_RUN_BYTES, Settings
 from sentinel.sidecar.store.database import Database, StoreError
 from sentinel.sidecar.store.models import DecisionRow, IncidentRow, RunRow
 from sentinel.sidecar.store.record import Record, Seen, reports_on_disk
+from sentinel.sidecar.store.series import SeriesFiles
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Store:
         else:
             self.directory = settings.data_dir
         self.runs_directory = self.directory / "runs"
+        self.series = SeriesFiles(self.directory / "cache")
         self.records: dict[str, Record] = {}  # of the present writers, by run
         try:
             self.runs_directory.mkdir(parents=True, exist_ok=True)
