@@ -38,6 +38,7 @@ from sentinel_hooks.errors import AttachError, StillHalted
 from sentinel_hooks.guard import Guard
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.link import LinkStatus
+from sentinel_hooks.seams.patch import Patch, Stand
 from sentinel_hooks.seams.safe_point import INERT
 from sentinel_hooks.session import Session
 from sentinel_hooks.status import BlindSpot, Status
@@ -372,6 +373,49 @@ class TrainerSession:
         """
         wrapped: Any = _Callback(self._guard, function)
         return wrapped  # type: ignore[no-any-return]
+
+    def beside(
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: Callable[[], Any] | None = None,
+        after: Callable[[Any], Any] | None = None,
+        at_end: Callable[[], Any] | None = None,
+    ) -> Callable[[], None]:
+        """Hear of calls of the method `name` of the object `owner`, where there are no callbacks.
+
+        Args:
+            before: called before each; guarded, as the others are.
+            after: called with what it returned.
+            at_end: called last, also when it raised.
+
+        Returns:
+            What gives `owner` its own method back.
+        """
+        method = getattr(owner, name)
+        first = self.guarded(before) if before is not None else None
+        then = self.guarded(after) if after is not None else None
+        last = self.guarded(at_end) if at_end is not None else None
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            if first is not None:
+                first()
+            try:
+                answer = method(*args, **kwargs)
+                if then is not None:
+                    then(answer)
+                return answer
+            finally:
+                if last is not None:
+                    last()
+
+        patch = Patch(owner, name, Stand(owner, name, body))
+
+        def undo() -> None:
+            patch.remove()
+
+        return undo
 
 
 class _Callback:

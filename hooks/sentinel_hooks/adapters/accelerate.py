@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sentinel_hooks.seams.patch import Patch, Stand
 from sentinel_hooks.status import BlindSpot
 from sentinel_hooks.waiting import TrainerSession, is_a
 
@@ -57,14 +56,14 @@ class AccelerateAdapter:
 
         if _prepared(trainer):
             begin()
-        patches = [_before(trainer, "backward", session.guarded(begin))]
-        patches += [_before(trainer, name, session.guarded(session.end)) for name in _ENDS]
-        patches.append(_after(trainer, "save_state", session.guarded(session.saved)))
-        patches.append(_after(trainer, "prepare", session.guarded(_Late(trainer, session))))
+        undo = [session.beside(trainer, "backward", before=begin)]
+        undo += [session.beside(trainer, name, before=session.end) for name in _ENDS]
+        undo.append(session.beside(trainer, "save_state", after=session.saved))
+        undo.append(session.beside(trainer, "prepare", after=_Late(trainer, session)))
 
         def unhook() -> None:
-            for patch in patches:
-                patch.remove()
+            for step in reversed(undo):
+                step()
 
         return unhook
 
@@ -104,25 +103,3 @@ def _blind_spots(accelerator: Any) -> Sequence[BlindSpot]:
 
 def _prepared(accelerator: Any) -> bool:
     return bool(accelerator._models and accelerator._optimizers)
-
-
-def _before(owner: Any, name: str, told: Callable[..., Any]) -> Patch:
-    method = getattr(owner, name)
-
-    def body(*args: Any, **kwargs: Any) -> Any:
-        told()
-        return method(*args, **kwargs)
-
-    return Patch(owner, name, Stand(owner, name, body))
-
-
-def _after(owner: Any, name: str, told: Callable[..., Any]) -> Patch:
-    method = getattr(owner, name)
-
-    def body(*args: Any, **kwargs: Any) -> Any:
-        answer = method(*args, **kwargs)
-        if answer is not None:
-            told(answer)
-        return answer
-
-    return Patch(owner, name, Stand(owner, name, body))

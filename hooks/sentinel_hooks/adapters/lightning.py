@@ -62,7 +62,7 @@ class _Callback:
 
     def __init__(self, session: TrainerSession) -> None:
         self._session = session
-        self._patches: list[Patch] = []
+        self._undo: list[Callable[[], Any]] = []
         for name in (
             "on_train_start",
             "on_train_batch_start",
@@ -109,17 +109,16 @@ class _Callback:
         strategy = trainer.strategy
         if step is not None and not self._session.has_loss_fn:
             stand = Stand(strategy, "training_step", session.loss)
-            self._patches.append(Patch(strategy, "training_step", stand))
+            self._undo.append(Patch(strategy, "training_step", stand).remove)
         save = strategy.save_checkpoint
         told = self._session.guarded(self._session.saved)
 
-        def save_checkpoint(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-            done = save(checkpoint, filepath, *args, **kwargs)
+        def save_checkpoint(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+            save(checkpoint, filepath, *args, **kwargs)
             told(filepath)
-            return done
 
         stand = Stand(strategy, "save_checkpoint", save_checkpoint)
-        self._patches.append(Patch(strategy, "save_checkpoint", stand))
+        self._undo.append(Patch(strategy, "save_checkpoint", stand).remove)
 
     def _on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self._session.safe_point(*_flat(batch))
@@ -139,9 +138,9 @@ class _Callback:
 
     def unwrap(self) -> None:
         """Give the strategy its methods back."""
-        patches, self._patches = self._patches, []
-        for patch in reversed(patches):
-            patch.remove()
+        undo, self._undo = self._undo, []
+        for step in reversed(undo):
+            step()
 
 
 class _Inert(_Callback):

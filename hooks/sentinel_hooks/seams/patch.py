@@ -11,6 +11,7 @@ becomes the plain method again.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,13 @@ class Stand:
         self._owner = owner
         self._name = name
         self._body = body
+        method = getattr(type(owner), name, None)
+        # Some callers look before they call: accelerate passes set_to_none= only if it is there.
+        self.__doc__ = getattr(method, "__doc__", None)
+        try:
+            self.__signature__ = inspect.signature(method.__get__(owner))  # type: ignore[union-attr]
+        except (AttributeError, TypeError, ValueError):
+            pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._body(*args, **kwargs)
