@@ -256,13 +256,22 @@ class Client:
 
     def get(self, path: str, *, deadline_s: float) -> bytes:
         """The body of any page of the sidecar, for people; looks its name up; raises MissError."""
-        self.resolve()
-        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
-        until = self._clock() + deadline_s
-        status, _, body = self._exchange("GET", path, b"", headers, until, deadline_s)
+        status, body = self.ask("GET", path, deadline_s=deadline_s)
         if status != OK:
             raise MissError("refused", f"{self.url}{path} answered {status}: {body[:200]!r}")
         return body
+
+    def ask(
+        self, method: str, path: str, body: bytes = b"", *, deadline_s: float
+    ) -> tuple[int, bytes]:
+        """Status and body of any JSON request of a person; raises MissError when none comes."""
+        self.resolve()
+        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        if body:
+            headers["content-type"] = "application/json"
+        until = self._clock() + deadline_s
+        status, _, found = self._exchange(method, path, body, headers, until, deadline_s)
+        return status, found
 
     def close(self) -> None:
         """Close the connection; the next call opens a new one."""

@@ -15,19 +15,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from sentinel import __version__
-from sentinel.cli import dashboards, replay, resume, snapshots
-from sentinel.client import TOKEN_VARIABLE, Client, MissError
+from sentinel.cli import dashboards, look, order, replay, resume, snapshots
+from sentinel.cli.remote import DEFAULT_PORT
+from sentinel.client import TOKEN_VARIABLE
 from sentinel.core.errors import SentinelError
 from sentinel.core.policy import SHIPPED, Policy
 from sentinel.wire import codec
 
-SIDECAR_VARIABLE = "SENTINEL_SIDECAR"
-DEFAULT_PORT = 8123
-STATUS_DEADLINE_S = 5.0
+ROLES = ("read", "ingest", "control")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SentinelError as error:
         print(f"sentinel: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:
         # The reader has gone (a pager, head): not an error of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -70,20 +71,20 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds of silence after which a run is lost (%(default)g)",
     )
+    serve_.add_argument(
+        "--token-file",
+        type=_token_file,
+        action="append",
+        default=[],
+        metavar="ROLE=FILE",
+        help=f"tokens of role {', '.join(ROLES)}, one a line, as NAME TOKEN; may be given again "
+        f"(${TOKEN_VARIABLE} is a token of every role)",
+    )
     serve_.add_argument("--verbose", action="store_true", help="log what happens to runs")
     serve_.set_defaults(run=serve)
 
-    status_ = commands.add_parser("status", help="what a sidecar says of its runs")
-    status_.add_argument("name", nargs="?", metavar="RUN", help="one run, in full")
-    status_.add_argument(
-        "--sidecar",
-        metavar="URL",
-        default=os.environ.get(SIDECAR_VARIABLE) or f"http://127.0.0.1:{DEFAULT_PORT}",
-        help=f"http://host:port or unix:///path (${SIDECAR_VARIABLE}, else %(default)s)",
-    )
-    status_.add_argument("--json", action="store_true", help="as JSON")
-    status_.set_defaults(run=status)
-
+    look.add_parsers(commands)
+    order.add_parsers(commands)
     replay.add_parser(commands)
     snapshots.add_parser(commands)
     resume.add_parser(commands)
@@ -116,9 +117,17 @@ def _port(text: str) -> int:
     return port
 
 
+def _token_file(text: str) -> tuple[str, Path]:
+    role, equals, path = text.partition("=")
+    if not equals or role not in ROLES or not path:
+        raise argparse.ArgumentTypeError(f"must be ROLE=FILE with a role of {', '.join(ROLES)}")
+    return role, Path(path)
+
+
 def serve(options: argparse.Namespace) -> int:
     """Run a sidecar until it is told to stop."""
     try:
+        from sentinel.sidecar.security import Role
         from sentinel.sidecar.serve import serve as run_sidecar
         from sentinel.sidecar.settings import Settings
     except ModuleNotFoundError as error:
@@ -137,6 +146,7 @@ def serve(options: argparse.Namespace) -> int:
     settings = Settings(
         policy=Policy.load(options.policy) if options.policy else None,
         token=os.environ.get(TOKEN_VARIABLE, ""),
+        token_files=tuple((Role(role), path) for role, path in options.token_file),
         lost_after_s=options.lost_after,
     )
     if options.port is None and options.uds is None:
@@ -149,43 +159,6 @@ def serve(options: argparse.Namespace) -> int:
         say=lambda line: print(line, flush=True),
     )
     return 0
-
-
-def status(options: argparse.Namespace) -> int:
-    """Ask a sidecar for its runs, or for one of them."""
-    client = Client(options.sidecar)
-    path = "/v1/runs" + (f"/{quote(options.name, safe='')}" if options.name else "")
-    try:
-        data: dict[str, Any] = json.loads(client.get(path, deadline_s=STATUS_DEADLINE_S))
-    except MissError as error:
-        if error.reason == "unreachable":
-            print(
-                f"sentinel: no sidecar answers at {error}; start one (sentinel serve) or name "
-                f"another (--sidecar URL, ${SIDECAR_VARIABLE})",
-                file=sys.stderr,
-            )
-            return 1
-        raise
-    finally:
-        client.close()
-    if options.json or options.name:
-        print(json.dumps(data, indent=2))
-        return 0
-    rows = data["runs"]
-    if not rows:
-        print("no runs")
-    for row in rows:
-        print(
-            f"{row['run']:<24} {row['state']:<9} step {_shown(row['step']):<8} "
-            f"loss {_shown(row['loss']):<10} norm {_shown(row['grad_norm']):<10} "
-            f"{row['protection']:<8} policy {row['policy']}"
-            + ("" if row["decides"] else f"  records only: {row['reason']}")
-        )
-    return 0
-
-
-def _shown(value: Any) -> str:
-    return "-" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def demo(arguments: list[str]) -> int:
@@ -230,7 +203,7 @@ def _toml(table: dict[str, Any], prefix: str = "") -> list[str]:
             path = f"{prefix}.{key}" if prefix else key
             inner = _toml(value, path)
             plain = any(not isinstance(v, dict) for v in value.values())
-            lines += ["", *([f"[{path}]"] if plain else []), *inner]
+            lines += ["", f"[{path}]", *inner] if plain else inner
     return lines
 
 

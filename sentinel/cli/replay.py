@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sentinel.cli import words
 from sentinel.core.errors import SentinelError
 from sentinel.core.policy import Policy
 from sentinel.core.types import Decision
@@ -104,10 +105,10 @@ def _lines(report: ReplayReport) -> list[str]:
     if report.different == 0:
         verdict = "equal the recorded ones byte for byte" if report.same_policy else "are the same"
         lines.append(f"all {report.steps} recomputed decisions {verdict}")
-        return lines
+        return lines + _incidents(report)
     lines.append(f"{report.different} of {report.steps} decisions differ")
     if not report.differences:
-        return lines
+        return lines + _incidents(report)
     rows = [("step", "recorded", "recomputed")]
     rows += [(str(d.step), _short(d.recorded), _short(d.recomputed)) for d in report.differences]
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
@@ -119,6 +120,17 @@ def _lines(report: ReplayReport) -> list[str]:
     lines.append(f"first difference, step {first.step} (attempt {first.attempt}):")
     lines.append(f"  recorded    {first.recorded}")
     lines.append(f"  recomputed  {first.recomputed}")
+    return lines + _incidents(report)
+
+
+def _incidents(report: ReplayReport) -> list[str]:
+    """The incidents that the replay ended with, as `sentinel incidents` shows them."""
+    if not report.incidents:
+        return ["no incidents"]
+    head = "incidents:" if report.same_policy else "incidents under this policy:"
+    lines = [head]
+    for incident in report.incidents:
+        lines += [f"  {line}" for line in words.incident_lines(codec.plain(incident))]
     return lines
 
 

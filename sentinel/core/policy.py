@@ -274,7 +274,7 @@ class Policy:
             )
         path = Path(source)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")  # some editors begin with a BOM
         except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
             raise ConfigError(
                 f"policy must be one of {', '.join(SHIPPED)} or a readable TOML file, "

@@ -26,7 +26,7 @@ from sentinel.core import engine
 from sentinel.core.errors import ProtocolError, TraceError
 from sentinel.core.events import Event, Restored, SnapshotTaken
 from sentinel.core.policy import Policy
-from sentinel.core.state import ENGINE_VERSION, State, Stats
+from sentinel.core.state import ENGINE_VERSION, Incident, State, Stats
 from sentinel.core.types import Decision
 from sentinel.traces.reader import Chapter, Reader
 from sentinel.traces.records import Header, StepRecord
@@ -65,6 +65,7 @@ class ReplayReport:
         engine_versions: of the engines that recorded the run.
         damage: what could not be read; the torn tail of a killed machine is here.
         recorded_with: versions and commit of the last incarnation, from its config.json.
+        incidents: as this replay ends with them: the open ones, and the newest resolved ones.
     """
 
     directory: Path
@@ -83,6 +84,7 @@ class ReplayReport:
     damage: tuple[Damage, ...] = ()
     missing: int = 0
     recorded_with: str = ""
+    incidents: tuple[Incident, ...] = ()
 
     @property
     def identical(self) -> bool:
@@ -238,8 +240,10 @@ def replay(
     if reader.directory not in reader.incarnations:
         run.next_step = 0  # the whole run: what is missing at its start counts too
     state: State | None = None
+    incidents: tuple[Incident, ...] = ()
     for chapter in reader.chapters(columns=True):
         state = run.chapter(chapter, state)
+        incidents = incidents if state is None else state.ledger.incidents
     return ReplayReport(
         directory=reader.directory,
         run=run.run,
@@ -257,6 +261,7 @@ def replay(
         damage=reader.damage,
         missing=run.missing,
         recorded_with=_recorded_with(reader.configuration()),
+        incidents=incidents,
     )
 
 

@@ -171,3 +171,24 @@ def test_the_command_imports_neither_torch_nor_the_web_stack_until_it_serves() -
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_policy_file_that_begins_with_a_bom_is_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "notepad.toml"
+    path.write_bytes(b"\xef\xbb\xbf[grad_norm]\r\nfactor = 5.0\r\n")
+    assert cli.main(["policy", "check", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("notepad: sound, mode act")
+
+
+def test_a_shown_policy_has_no_stray_blank_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["policy", "show", "default"]) == 0
+    assert "\n\n\n" not in capsys.readouterr().out
+
+
+def test_python_m_sentinel_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sentinel", "--version"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.split()[0]) == (0, "sentinel")

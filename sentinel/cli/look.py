@@ -1,0 +1,286 @@
+"""`sentinel runs | status | incidents | audit`: what a sidecar knows, for a terminal at 3 a.m.
+
+    sentinel runs                       every run in a line
+    sentinel status [RUN]               without RUN the same, with it one run in full
+    sentinel incidents [RUN] [--all]    what went wrong, what was done about it and why
+    sentinel audit [RUN]                who asked for what
+
+Exit:    0; 1 when the sidecar cannot be asked or does not know the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from sentinel.cli import words
+from sentinel.cli.remote import Remote, add_options
+from sentinel.cli.words import ago, number, steps, text
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parsers(subparsers: Subparsers) -> None:
+    """Register the subcommands."""
+    parser = subparsers.add_parser("runs", help="every run that a sidecar knows, in a line each")
+    add_options(parser)
+    parser.set_defaults(run=list_runs)
+
+    parser = subparsers.add_parser("status", help="how the runs of a sidecar are")
+    parser.add_argument("name", nargs="?", metavar="RUN", help="one run, in full")
+    add_options(parser)
+    parser.set_defaults(run=status)
+
+    parser = subparsers.add_parser(
+        "incidents", help="what went wrong, what was done about it and why"
+    )
+    parser.add_argument("name", nargs="?", metavar="RUN", help="of one run only")
+    parser.add_argument("--all", action="store_true", help="also those that are over")
+    add_options(parser)
+    parser.set_defaults(run=list_incidents)
+
+    parser = subparsers.add_parser("audit", help="who asked for what, and whether they got it")
+    parser.add_argument("name", nargs="?", metavar="RUN", help="about one run only")
+    parser.add_argument("--limit", type=int, default=50, help="lines (%(default)s)")
+    add_options(parser)
+    parser.set_defaults(run=audit)
+
+
+def list_runs(options: argparse.Namespace) -> int:
+    """Carry `sentinel runs` out."""
+    with Remote(options) as sidecar:
+        data = sidecar.get("/v1/runs")
+    if options.json:
+        return _print_json(data)
+    if not data["runs"]:
+        print("no runs")
+        return 0
+    order = {"lost": 0, "halted": 1, "running": 2}
+    found = sorted(data["runs"], key=lambda r: (order.get(r["state"], 3), r["run"]))
+    rows = [
+        (
+            text(run["run"]),
+            run["state"],
+            _protection(run),
+            steps(run["step"]),
+            number(run["loss"]),
+            number(run["grad_norm"]),
+            DASH_NONE if run["step"] is None else ago(run["last_report_s_ago"]),
+            _remarks(run),
+        )
+        for run in found
+    ]
+    head = ("run", "state", "protection", "step", "loss", "norm", "last report", "")
+    print(words.table(head, rows, right=(3, 4, 5)))
+    return 0
+
+
+DASH_NONE = "none yet"
+
+
+def status(options: argparse.Namespace) -> int:
+    """Carry `sentinel status` out."""
+    if not options.name:
+        return list_runs(options)
+    with Remote(options) as sidecar:
+        run = sidecar.run(options.name)
+    if options.json:
+        return _print_json(run)
+    print("\n".join(_status(run)))
+    return 0
+
+
+def list_incidents(options: argparse.Namespace) -> int:
+    """Carry `sentinel incidents` out."""
+    with Remote(options) as sidecar:
+        names = (
+            [options.name] if options.name else [r["run"] for r in sidecar.get("/v1/runs")["runs"]]
+        )
+        found: list[tuple[str, Any, list[str]]] = []
+        for name in names:
+            run = sidecar.run(name)
+            for incident in _incidents(run):
+                if options.all or incident["state"] != "resolved":
+                    found.append((name, incident, run["layers"]))
+    if options.json:
+        return _print_json({"incidents": [{"run": name, **i} for name, i, _ in found]})
+    if not found:
+        print(
+            "no incidents"
+            if options.all
+            else "no open incidents; --all shows the ones that are over"
+        )
+        return 0
+    for name, incident, layers in found:
+        print("\n".join(words.incident_lines(incident, layers, run=name)))
+    return 0
+
+
+def audit(options: argparse.Namespace) -> int:
+    """Carry `sentinel audit` out."""
+    limit = min(max(options.limit, 1), 1000)
+    with Remote(options) as sidecar:
+        data = sidecar.get(f"/v1/audit?run={quote(options.name or '', safe='')}&limit={limit}")
+    if options.json:
+        return _print_json(data)
+    if data["trouble"]:
+        print(f"the database fails ({text(data['trouble'])}): only what is in memory")
+    if not data["audit"]:
+        print("nobody has asked for anything")
+        return 0
+    rows = [
+        (
+            datetime.fromtimestamp(line["at"], UTC).strftime("%Y-%m-%d %H:%M:%SZ"),
+            text(line["actor"]),
+            text(line["address"]),
+            line["action"],
+            text(line["run"]),
+            line["outcome"],
+            text(" ".join(f"{k}={v}" for k, v in line["detail"].items())),
+        )
+        for line in reversed(data["audit"])
+    ]
+    print(words.table(("at", "who", "from", "what", "run", "outcome", "detail"), rows))
+    return 0
+
+
+def _print_json(value: Any) -> int:
+    print(json.dumps(value, indent=2))
+    return 0
+
+
+def _incidents(run: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(run.get("incidents") or (run.get("ledger") or {}).get("incidents") or ())
+
+
+def _protection(run: dict[str, Any]) -> str:
+    return text(run["protection"] or words.DASH) if run["state"] == "running" else words.DASH
+
+
+def _remarks(run: dict[str, Any]) -> str:
+    said = []
+    if run.get("open_incidents"):
+        said.append(f"{run['open_incidents']} open incidents")
+    if run["mode"] == "observe":
+        said.append("observing only")
+    if not run["decides"]:
+        said.append(f"records only: {text(run['reason'])}")
+    return "; ".join(said)
+
+
+def _status(run: dict[str, Any]) -> list[str]:
+    """One run, in full."""
+    ledger = run.get("ledger") or {}
+    readings = (run.get("decision") or {}).get("readings") or {}
+    live = run["state"] == "running"
+    head = f"run {text(run['run'])}: {run['state']}"
+    if live and run["protection"]:
+        head += f", protection {run['protection']}"
+    lines = [head]
+    lines += [f"  ! {line}" for line in _alarms(run, ledger, live)]
+
+    def row(name: str, value: str, more: str = "") -> None:
+        lines.append(f"  {name:<15} {value}{f'   ({more})' if more else ''}")
+
+    attempt = ledger.get("attempt")
+    row("step", steps(run["step"]), f"attempt {attempt}" if attempt else "")
+    base = readings.get("loss_baseline")
+    row("loss", number(run["loss"]), "" if base is None else f"expected {number(base)}")
+    mean = readings.get("norm_baseline")
+    row("gradient norm", number(run["grad_norm"]), "" if mean is None else f"mean {number(mean)}")
+    factor = (run.get("decision") or {}).get("lr_factor", 1.0)
+    row("learning rate", "as scheduled" if factor == 1.0 else f"x{number(factor)} of the schedule")
+    seen = DASH_NONE if run["step"] is None else ago(run["last_report_s_ago"])
+    row("last report", seen)
+    row("policy", f"{text(run['policy'])}, mode {run['mode']}")
+    if ledger:
+        counters = ledger["counters"]
+        row("skipped", _counts(counters["skipped"]))
+        row("rolled back", _counts(counters["rollbacks"]))
+        row("lost steps", number(counters["lost_steps"]))
+        for name, healthy in (("snapshots", True), ("candidates", False)):
+            kept = [s["step"] for s in ledger["snapshots"] if s["healthy"] is healthy]
+            if healthy or kept:
+                row(name, ", ".join(map(steps, kept)) or "none: nothing to roll back to")
+    record = run.get("record") or {}
+    if record.get("holes") or record.get("dropped"):
+        row("missing", f"{record.get('holes', 0)} steps of the record")
+    misses = sum((run.get("misses") or {}).values())
+    if misses:
+        row("misses", f"{number(misses)} steps went on without this sidecar")
+
+    incidents = _incidents(run)
+    open_ = [i for i in incidents if i["state"] != "resolved"]
+    lines.append("")
+    if open_:
+        lines.append("open incidents:")
+        for incident in open_:
+            lines += [f"  {x}" for x in words.incident_lines(incident, run["layers"], run["run"])]
+    else:
+        over = len(incidents)
+        lines.append(
+            f"no open incidents; {over} over: sentinel incidents {text(run['run'])} --all"
+            if over
+            else "no incidents"
+        )
+    orders = run.get("orders") or []
+    if orders:
+        lines.append("orders:")
+        lines += [f"  {_order(order)}" for order in orders[-5:]]
+    return lines
+
+
+def _alarms(run: dict[str, Any], ledger: dict[str, Any], live: bool) -> list[str]:
+    """What somebody should know first, each with the way out."""
+    name = text(run["run"])
+    said = []
+    if run["state"] == "lost":
+        said.append(
+            f"no sign of life for {ago(run['last_report_s_ago']).removesuffix(' ago')}: is the "
+            "process there, does it hang, is the network up?"
+        )
+    if run["state"] == "halted":
+        said.append(f"halted; look at the incident, then: sentinel resume {name}")
+    if live and ledger.get("automation") is False:
+        said.append(f"a person paused automation: nothing is done; sentinel command {name} resume")
+    if live and ledger.get("stopped"):
+        said.append(
+            "the rollback budget is spent: only non-finite steps and extreme norms are skipped; "
+            f"find the cause, then: sentinel command {name} resume"
+        )
+    if live and run["mode"] == "observe":
+        said.append("the policy only observes: nothing is done, what would be done is recorded")
+    if live and run["protection"] == "blind":
+        said.append("blind: nothing useful is measured; session.status() names what is missing")
+    if not run["decides"]:
+        said.append(f"this sidecar only records: {text(run['reason'])}")
+    if run.get("second_writers_refused"):
+        said.append("a second process tried to write this run and was refused")
+    return said
+
+
+def _counts(pairs: list[list[Any]]) -> str:
+    total = sum(count for _, count in pairs)
+    if not total:
+        return "none"
+    told = ", ".join(f"{text(key).replace('/', ' ')} {number(count)}" for key, count in pairs)
+    return f"{number(total)}   ({told})"
+
+
+def _order(order: dict[str, Any]) -> str:
+    command = order["command"]
+    said: str = words.ORDERS.get(command["kind"], command["kind"])
+    if command["kind"] == "scale_lr":
+        said += f" by {number(command['value'])}"
+    elif command["kind"] == "rollback" and command["target"] is not None:
+        said += f" to step {steps(command['target'])}"
+    elif command["kind"] == "ack":
+        said = f"acknowledge incident {command['target']}"
+    said += f": {words.ORDER_STATES.get(order['state'], order['state'])}"
+    if order["taken_step"] is not None:
+        said += f" at step {steps(order['taken_step'])}"
+    return said + (f", by {text(command['issued_by'])}" if command["issued_by"] else "")

@@ -1,0 +1,150 @@
+"""Values and engine words as a person reads them in a terminal; absent is a dash, never 0.
+
+number(2.3456) "2.346"      steps(41210) "41,210"      ago(75) "75 s ago"
+incident_lines(incident, names)                one incident: what it is, what was done and why
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+DASH = "-"
+_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+_RULES = {
+    "nonfinite_params": "the parameters held NaN or inf",
+    "nonfinite_loss": "the loss was NaN or inf several steps in a row",
+    "nonfinite_grad": "the gradients were NaN or inf",
+    "loss_spike": "the loss spike lasted",
+    "loss_outlier": "the loss was far above its baseline",
+    "grad_norm": "the gradient norm was far above its mean",
+    "skip_bound": "too many steps had been skipped",
+    "command": "a person ordered it",
+    "trainer": "the trainer decided it",
+}
+_DONE = {"skip_step": "skipped", "rollback": "rolled back at", "halt": "halted at"}
+
+ORDERS = {
+    "pause": "pause automation",
+    "resume": "resume automation",
+    "skip_next": "skip the next step",
+    "rollback": "roll back",
+    "scale_lr": "scale the learning rate",
+    "halt": "halt the run",
+    "ack": "acknowledge an incident",
+}
+ORDER_STATES = {
+    "pending": "waiting for the trainer",
+    "delivered": "told the trainer, not yet obeyed",
+    "taken": "obeyed",
+    "acknowledged": "obeyed",
+    "expired": "expired, never acted on",
+}
+
+
+def text(value: Any) -> str:
+    """Text of others, safe in a terminal: no escape sequence gets through."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(value))
+
+
+def number(value: Any) -> str:
+    """A measured number; non-finite ones may come as words."""
+    if value is None:
+        return DASH
+    if isinstance(value, str):
+        value = _WORDS.get(value, value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return text(value)
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+inf" if value > 0 else "-inf"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def steps(value: Any) -> str:
+    """The number of a step."""
+    return DASH if value is None else f"{value:,}" if isinstance(value, int) else text(value)
+
+
+def ago(seconds: float | None) -> str:
+    """How long it is."""
+    if seconds is None:
+        return DASH
+    for unit, size, most in (("s", 1, 100), ("min", 60, 90), ("h", 3600, 36)):
+        if seconds < size * most:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds / 86400:.0f} days ago"
+
+
+def because(rule: str) -> str:
+    """Why a rule acted."""
+    return _RULES.get(rule, f"rule {text(rule)}" if rule else "no rule is given")
+
+
+def deeds(actions: Sequence[Sequence[Any]]) -> list[str]:
+    """[[step, action, rule], ...] as sentences; skips in a row are told together."""
+    groups: list[tuple[str, str, list[int]]] = []
+    for at, action, rule in actions:
+        if groups and groups[-1][:2] == (action, rule) and action.endswith("skip_step"):
+            groups[-1][2].append(at)
+        else:
+            groups.append((action, rule, [at]))
+    lines = []
+    for action, rule, at in groups:
+        name = action.removeprefix("would_")
+        verb = _DONE.get(name, text(name))
+        if action != name:
+            verb = f"observing only, would have {verb}"
+        where = f"step {steps(at[0])}"
+        if len(at) > 1:
+            whole = at[-1] - at[0] + 1 == len(at)
+            span = f"{steps(at[0])} to {steps(at[-1])}"
+            where = f"steps {span}" if whole else f"{len(at)} of the steps {span}"
+        lines.append(f"{verb} {where}: {because(rule)}")
+    return lines
+
+
+def incident_lines(incident: dict[str, Any], names: Sequence[str] = (), run: str = "") -> list[str]:
+    """One incident, as some lines; `run` puts the name that `sentinel ack` takes in front."""
+    number_ = incident["number"]
+    span = f"step {steps(incident['opened'])}"
+    if incident["last"] != incident["opened"]:
+        span = f"steps {steps(incident['opened'])} to {steps(incident['last'])}"
+    head = (
+        f"{text(run) + ':' if run else ''}{number_}  {incident['severity']} {incident['key']}, "
+        f"{incident['state']}, {span}"
+    )
+    if incident.get("resolved") is not None:
+        head += f", over at {steps(incident['resolved'])}"
+    elif incident.get("latched"):
+        head += ", waits for `sentinel ack`"
+    if incident.get("acknowledged_by"):
+        head += f", acknowledged by {text(incident['acknowledged_by'])}"
+    if incident.get("silenced"):
+        head += ", silenced"
+    lines = [head, f"    {text(incident['summary'])}"]
+    layers = [names[i] if i < len(names) else f"layer {i}" for i in incident.get("layers") or ()]
+    if layers:
+        more = f" and {len(layers) - 6} more" if len(layers) > 6 else ""
+        lines.append(f"    layers: {', '.join(map(text, layers[:6]))}{more}")
+    done = deeds(incident.get("actions") or ())
+    if len(done) > 8:
+        lines.append(f"    ... {len(done) - 8} earlier actions")
+    return lines + [f"    {line}" for line in done[-8:]]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Columns as wide as they need to be; those in `right` are numbers."""
+    all_ = [head, *rows]
+    widths = [max(len(row[i]) for row in all_) for i in range(len(head))]
+    lines = []
+    for row in all_:
+        cells = [
+            f"{cell:>{width}}" if i in right else f"{cell:<{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,310 @@
+"""What people see and do from a terminal: runs, incidents, orders, and errors with a way out."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from sentinel.cli import main as cli
+from sentinel.cli import words
+from sentinel.client import Client
+from sentinel.sidecar.app import create_app
+from sentinel.sidecar.security import Role
+from sentinel.sidecar.serve import bind_uds
+from sentinel.sidecar.settings import Settings
+
+CONTROL, READ = "control-0123456789", "reader-0123456789"
+
+
+class JsonTrainer:
+    """A trainer in another language: it posts JSON and does what it is told."""
+
+    def __init__(self, url: str, run: str) -> None:
+        self.client, self.run, self.at = Client(url, token=""), run, 0
+        self._done: dict[str, Any] = {}
+        self.send("PUT", "", {"layers": ["embed", "block\x1b[31m.0"]})
+
+    def send(self, method: str, what: str, value: Any) -> Any:
+        body = json.dumps(value).encode()
+        status, answer = self.client.ask(
+            method, f"/v1/runs/{self.run}{what}", body, deadline_s=10.0
+        )
+        assert status == 200, answer
+        return json.loads(answer)
+
+    def step(self, loss: Any = 2.0, norm: Any = 1.0, events: Any = ()) -> str:
+        seen = {"step": self.at, "loss": loss, "grad_norm": norm, "lr": 1e-3}
+        body = {"observation": seen, "events": list(events), **self._done}
+        decision = self.send("POST", "/steps", body)["decision"]
+        action = str(decision["action"])
+        executed = {"0": "proceed", "1": "skip_step", "2": "rollback", "3": "halt"}.get(
+            action, action
+        )
+        self._done = {
+            "outcome": {
+                "step": self.at,
+                "executed": executed,
+                "applied": executed == "proceed",
+            }
+        }
+        self.at += 1
+        return executed
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """(the socket's URL, the TCP URL) of a sidecar in this process, with tokens."""
+    folder = tmp_path_factory.mktemp("sidecar")
+    files = []
+    for role, text in ((Role.CONTROL, f"ann {CONTROL}"), (Role.READ, READ)):
+        (folder / role.value).write_text(text)
+        files.append((role, folder / role.value))
+    settings = Settings(token_files=tuple(files))
+    app = create_app(settings, clock=time.time, timer=time.perf_counter)
+    uds = bind_uds(str(folder / "s.sock"))
+    tcp = socket.create_server(("127.0.0.1", 0))
+    uds.listen(64)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+    thread = threading.Thread(target=server.run, args=([uds, tcp],), daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.02)
+    yield f"unix://{folder / 's.sock'}", f"http://127.0.0.1:{tcp.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(20)
+    uds.close()
+    tcp.close()
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        status = cli.main(list(arguments))
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def trainer(served: tuple[str, str]) -> Iterator[JsonTrainer]:
+    """A run with a healthy snapshot and one skipped step."""
+    found = JsonTrainer(served[0], "r7")
+    found.step(events=[{"kind": "snapshot_taken", "step": 0}])
+    for _ in range(3):
+        found.step()
+    assert found.step(norm="nan") == "skip_step"
+    found.step()
+    yield found
+    found.client.close()
+
+
+def test_no_runs_is_said(say: Any, tmp_path: Path) -> None:
+    app = create_app(Settings(), clock=time.time, timer=time.perf_counter)
+    with bind_uds(str(tmp_path / "e.sock")) as sock:
+        sock.listen(8)
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None))
+        thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.02)
+        assert say("runs", "--sidecar", f"unix://{tmp_path / 'e.sock'}") == (0, "no runs\n", "")
+        server.should_exit = True
+        thread.join(20)
+
+
+class TestLooking:
+    def test_runs_are_a_table(self, served: Any, trainer: JsonTrainer, say: Any) -> None:
+        status, out, _ = say("runs", "--sidecar", served[0])
+        assert status == 0
+        head, row = out.splitlines()[:2]
+        assert head.split() == [
+            "run",
+            "state",
+            "protection",
+            "step",
+            "loss",
+            "norm",
+            "last",
+            "report",
+        ]
+        assert row.split()[:4] == ["r7", "running", "warming", str(trainer.at - 1)]
+
+    def test_status_of_a_run_is_for_people_and_json_only_when_asked(
+        self, served: Any, trainer: JsonTrainer, say: Any
+    ) -> None:
+        status, out, _ = say("status", "r7", "--sidecar", served[0])
+        assert status == 0
+        assert out.startswith("run r7: running, protection ")
+        assert "{" not in out
+        for part in ("skipped         1   (nonfinite_grad 1)", "snapshots       0", "loss "):
+            assert part in out
+        status, out, _ = say("status", "r7", "--json", "--sidecar", served[0])
+        assert json.loads(out)["run"] == "r7"
+
+    def test_an_incident_says_what_was_done_and_why(
+        self, served: Any, trainer: JsonTrainer, say: Any
+    ) -> None:
+        status, out, _ = say("incidents", "--all", "--sidecar", served[0])
+        assert status == 0
+        assert out.startswith("r7:1  ")
+        assert "skipped step 4: the gradients were NaN or inf" in out
+        found = json.loads(say("incidents", "r7", "--all", "--json", "--sidecar", served[0])[1])
+        assert found["incidents"][0]["run"] == "r7"
+
+    def test_an_unknown_run_is_answered_with_the_known_ones(
+        self, served: Any, trainer: JsonTrainer, say: Any
+    ) -> None:
+        status, out, err = say("status", "r8", "--sidecar", served[0])
+        assert (status, out) == (1, "")
+        assert "no run 'r8'" in err
+        assert "it knows r7" in err
+
+    def test_no_escape_sequence_reaches_the_terminal(self) -> None:
+        assert words.text("a\x1b[31mb\u202e") == "a\\x1b[31mb\\x202e"
+
+    def test_absent_is_a_dash_and_nan_is_nan(self) -> None:
+        assert [words.number(v) for v in (None, "nan", 0.0, float("-inf"), 12345)] == [
+            "-",
+            "NaN",
+            "0",
+            "-inf",
+            "12,345",
+        ]
+
+
+class TestTokens:
+    def test_without_a_token_the_way_in_is_told(
+        self, served: Any, trainer: JsonTrainer, say: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("SENTINEL_TOKEN", raising=False)
+        status, _, err = say("runs", "--sidecar", served[1])
+        assert status == 1
+        assert "set SENTINEL_TOKEN or name a file with --token-file" in err
+
+    def test_a_token_of_the_wrong_role_is_told_the_right_one(
+        self, served: Any, trainer: JsonTrainer, say: Any, tmp_path: Path
+    ) -> None:
+        (tmp_path / "t").write_text(f"# mine\nreader {READ}\n")
+        here = ("--sidecar", served[1], "--token-file", str(tmp_path / "t"))
+        assert say("runs", *here)[0] == 0
+        status, _, err = say("command", "r7", "pause", *here)
+        assert status == 1
+        assert "this needs one of role control" in err
+        assert READ not in err
+
+    def test_a_token_file_that_is_not_there_is_named(self, served: Any, say: Any) -> None:
+        status, _, err = say("runs", "--sidecar", served[1], "--token-file", "/none")
+        assert status == 1
+        assert "token file /none cannot be read" in err
+
+    @pytest.mark.parametrize("text", ["control", "admin=/x", "control="])
+    def test_a_role_that_is_none_is_bad_usage(
+        self, text: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["serve", "--token-file", text])
+        assert caught.value.code == 2
+        assert "must be ROLE=FILE" in capsys.readouterr().err
+
+
+class TestOrders:
+    def test_an_order_is_waited_for(self, served: Any, trainer: JsonTrainer, say: Any) -> None:
+        done = threading.Event()
+
+        def train() -> None:
+            while not done.is_set():
+                trainer.step()
+                time.sleep(0.05)
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        try:
+            status, out, _ = say(
+                "command", "r7", "pause", "--by", "ann", "--wait", "30s", "--sidecar", served[0]
+            )
+        finally:
+            done.set()
+            thread.join()
+        assert status == 0
+        assert out.startswith("pause automation: obeyed at step ")
+        status, out, _ = say("status", "r7", "--sidecar", served[0])
+        assert "! a person paused automation: nothing is done; sentinel command r7 resume" in out
+        assert "pause automation: obeyed at step" in out
+        assert "by ann" in out
+
+    def test_one_that_nobody_hears_yet_says_so(
+        self, served: Any, trainer: JsonTrainer, say: Any
+    ) -> None:
+        here = ("--sidecar", served[0])
+        status, out, _ = say("command", "r7", "resume", "--wait", "1s", "--id", "x", *here)
+        assert status == 3
+        assert "waiting for the trainer; it is told with every step until it expires" in out
+        status, out, _ = say("command", "r7", "resume", "--wait", "0", "--id", "x", "--json", *here)
+        assert (status, json.loads(out)["state"]) == (0, "pending")
+        trainer.step()
+        status, out, _ = say("command", "r7", "resume", "--id", "x", *here)
+        assert (status, out.startswith("resume automation: obeyed at step")) == (0, True)
+
+    def test_a_rollback_to_what_is_none_names_the_snapshots(
+        self, served: Any, trainer: JsonTrainer, say: Any
+    ) -> None:
+        status, _, err = say(
+            "command", "r7", "rollback", "--to", "3", "--yes", "--sidecar", served[0]
+        )
+        assert status == 1
+        assert "must be the step of a healthy snapshot (0), got 3" in err
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (("scale-lr",), "scale-lr needs a factor above 0 and at most 10"),
+            (("pause", "0.5"), "pause takes no number, got 0.5"),
+            (("rollback", "40"), "a snapshot is named with --to STEP"),
+            (("pause", "--to", "4"), "--to belongs to rollback, not to pause"),
+        ],
+    )
+    def test_what_does_not_fit_is_told_before_anything_is_sent(
+        self, say: Any, arguments: tuple[str, ...], said: str
+    ) -> None:
+        status, out, err = say("command", "r7", *arguments, "--sidecar", "unix:///nowhere")
+        assert (status, out) == (1, "")
+        assert said in err
+
+    def test_an_order_for_an_unknown_run_names_the_known_ones(
+        self, served: Any, trainer: JsonTrainer, say: Any
+    ) -> None:
+        status, _, err = say("command", "r8", "pause", "--sidecar", served[0])
+        assert status == 1
+        assert "it knows r7" in err
+
+    def test_an_incident_is_acknowledged_and_silenced(
+        self, served: Any, trainer: JsonTrainer, say: Any
+    ) -> None:
+        here = ("--by", "ann", "--sidecar", served[0])
+        status, out, _ = say("ack", "r7:1", *here)
+        assert (status, out.startswith("r7:1: noted; it ")) == (0, True)
+        status, out, _ = say("silence", "r7:1", "--for", "30m", *here)
+        assert (status, "nobody is paged" in out) == (0, True)
+        status, _, err = say("silence", "r7:99", *here)
+        assert status == 1
+        assert "there is no incident 'r7:99' here" in err
+        status, out, _ = say("audit", "r7", "--sidecar", served[0])
+        assert status == 0
+        assert [line.split()[4] for line in out.splitlines()[-2:]] == ["ack", "silence"]
+
+    @pytest.mark.parametrize("text", ["2 hours", "-1", "nan", "inf", ""])
+    def test_a_time_that_is_none_is_bad_usage(
+        self, text: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            cli.main(["silence", "r7:1", f"--for={text}"])
+        assert "must be a time like 90s, 10m or 2h" in capsys.readouterr().err
