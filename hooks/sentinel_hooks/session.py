@@ -364,6 +364,18 @@ class Session:
         if self._awake():
             self._guard.run("snapshot", self._adopt, os.fspath(path))
 
+    def saved(self, path: str | os.PathLike[str]) -> None:
+        """An adapter says: the trainer has just written a checkpoint of its own, between two steps.
+
+        A process that starts from it will be recognised; with Snapshots(adopt=...) it is also
+        something to roll back to.
+        """
+        if self._snapshots.adopt is not None:
+            self.checkpointed(path)
+        elif self._awake():
+            self._guard.run("settle", self._settle)
+            self._guard.run("ledger", self._remember)
+
     def detach(self) -> None:
         """Take every hook out, close the trace, say goodbye; a second call does nothing."""
         if self._detached:
