@@ -116,6 +116,7 @@ class Ranks:
         environment: dict[str, str] | None = None,
         store: str = "agent",
         directory: Path | None = None,
+        die_together: bool = False,
     ) -> Report:
         """Fork, wait, collect.
 
@@ -124,6 +125,7 @@ class Ranks:
             bound_s: from the fork; who is not done then is killed.
             store: "agent" (a process of its own holds the TCPStore) or "rank0".
             directory: each rank's current folder; default a fresh one, gone with the zygote.
+            die_together: once a rank was killed, so are all others, at once.
         """
         self._runs += 1
         if directory is None:
@@ -137,6 +139,7 @@ class Ranks:
             "environment": environment or {},
             "store": store,
             "directory": str(directory),
+            "die_together": die_together,
         }
         pipe_in, pipe_out = self._process.stdin, self._process.stdout
         assert pipe_in is not None

@@ -17,14 +17,17 @@ all-reduce of the gradients, written by the user). Batches are drawn from (seed,
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime as dt
 import hashlib
 import math
+import os
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,6 +78,12 @@ class Setup:
         rogue: {step: rank} that rank alone leaves its update out: what a judge must notice.
         survey: say which places were passed in which step.
         dump: steps whose gradients (before clipping) and weights go to rank<r>-step<t>.pt.
+        moves: {step: what}, before that step: "detach", "detach:1" (rank 1 only), "attach",
+            "attach-twice".
+        keep_every: the loop saves a checkpoint of its own before each such step, rank by rank;
+            resume: it starts from the newest that every rank has. shift: added to the seed of the
+            batches, so that a resumed run is not the same one again.
+        count: say how many collectives of ProcessGroupGloo objects Python code has asked for.
         script: {step: {"held", "rate", "restored"}}: done by hand, as another run's books say.
     """
 
@@ -105,6 +114,11 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
     snapshots: dict[str, Any] = field(default_factory=dict)
     save: bool = False
+    moves: dict[str, str] = field(default_factory=dict)
+    keep_every: int = 0
+    resume: bool = False
+    shift: int = 0
+    count: bool = False
 
     @classmethod
     def of(cls, args: dict[str, Any]) -> Setup:
@@ -218,7 +232,7 @@ class World:
         setup, me = self.setup, self.me
         total = 0.0
         for micro in range(setup.accumulation):
-            x, y = batch(setup.seed, t, me.number, micro, setup.rows)
+            x, y = batch(setup.seed + setup.shift, t, me.number, micro, setup.rows)
             if setup.nan.get(str(t)) == me.number:
                 x = x * float("nan")
             last = micro == setup.accumulation - 1
@@ -369,8 +383,10 @@ def train(me: Rank) -> int:
     began = time.monotonic()
     me.join(setup.timeout_s)
     world = World(me, setup)
+    start = resume(me, world) if setup.resume else 0
+    counted = count_collectives() if setup.count else None
     session = None
-    told: dict[str, Any] = {}
+    told: dict[str, Any] = {"start": start}
     if setup.attach == "all" or (setup.attach == "rank0" and me.number == 0):
         asked = time.monotonic()
         try:
@@ -385,8 +401,15 @@ def train(me: Rank) -> int:
     hand = Hand(world)
     ended = "done"
     try:
-        for t in range(setup.steps):
+        for t in range(start, setup.steps):
+            if setup.keep_every and t % setup.keep_every == 0:
+                keep(me, world, t)
+            session = move(me, world, session, setup.moves.get(str(t), ""))
+            if counted is not None:
+                counted.clear()
             step(me, world, books, hand, session, t)
+            if counted is not None:
+                me.say("collectives", t=t, **counted)
     except RuntimeError as error:
         # The user's own collectives fail when a rank is gone: that is not ours to prevent.
         ended = f"{type(error).__name__}: {error}".splitlines()[0][:300]
@@ -415,6 +438,79 @@ def attach(me: Rank, world: World) -> Any:
         snapshots=Snapshots(**setup.snapshots),
         **{"sidecar": None, "run_dir": "runs", **setup.options},
     )
+
+
+def count_collectives() -> collections.Counter[str]:
+    """Of groups that Python code holds itself: the user's own go through C++."""
+    counted: collections.Counter[str] = collections.Counter()
+    gloo = dist.ProcessGroupGloo
+    for name in ("allreduce", "broadcast", "allgather", "barrier", "reduce", "send", "recv"):
+        original = getattr(gloo, name)
+
+        def call(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+            counted[_name] += 1
+            return _original(*args, **kwargs)
+
+        setattr(gloo, name, call)
+    return counted
+
+
+def move(me: Rank, world: World, session: Any, what: str) -> Any:
+    """Attach and detach in the middle of a run."""
+    what, _, only = what.partition(":")
+    if not what or (only and int(only) != me.number):
+        return session
+    if what == "detach":
+        session.detach()
+        me.say("moved", what_was="detach", status=str(session.status()))
+        return session
+    try:
+        session = attach(me, world)
+        me.say("moved", what_was=what, refused="")
+    except Exception as error:
+        me.say("moved", what_was=what, refused=f"{type(error).__name__}: {error}"[:300])
+    return session
+
+
+def keep(me: Rank, world: World, t: int) -> None:
+    """The loop's own checkpoint: this rank's part, whole or not there."""
+    parts = [
+        (local(p).clone(), {k: local(v).clone() for k, v in world.optimizer.state[p].items()})
+        for p in world.parameters
+    ]
+    path = f"kept-{me.number}-{t:04d}.pt"
+    torch.save({"parts": parts, "schedule": world.schedule.state_dict(), "t": t}, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
+
+
+def resume(me: Rank, world: World) -> int:
+    """From the newest checkpoint of which every rank has its part; returns its step."""
+    mine = {p.stem[-4:] for p in Path().glob(f"kept-{me.number}-*.pt")}
+    newest = torch.tensor([max((int(t) for t in mine), default=0)])
+    dist.all_reduce(newest, op=dist.ReduceOp.MIN)
+    t = int(newest)
+    if f"{t:04d}" not in mine:
+        return 0
+    kept = torch.load(f"kept-{me.number}-{t:04d}.pt", weights_only=True)
+    # A step that changes nothing makes the optimizer's state, of the right kinds.
+    for p in world.parameters:
+        p.grad = torch.zeros_like(p)
+    rates = [g["lr"] for g in world.optimizer.param_groups]
+    for group in world.optimizer.param_groups:
+        group["lr"] = 0.0
+    world.optimizer.step()
+    for group, rate in zip(world.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    world.optimizer.zero_grad()
+    with torch.no_grad():
+        for p, (value, moments) in zip(world.parameters, kept["parts"], strict=True):
+            local(p).copy_(value)
+            for name, moment in moments.items():
+                local(world.optimizer.state[p][name]).copy_(moment)
+    world.schedule.load_state_dict(kept["schedule"])
+    for group, rate in zip(world.optimizer.param_groups, world.schedule.get_last_lr(), strict=True):
+        group["lr"] = rate
+    return t
 
 
 def step(me: Rank, world: World, books: Books, hand: Hand, session: Any, t: int) -> None:

@@ -4,8 +4,9 @@
     me.say("step", t=3, held=True)  one record; it is in the report even if the next line kills us
     me.at("loop.forward:entry")     a place: the fault that was ordered for it happens here
 
-Faults (args["faults"], a list): {"kind", "rank", "step", "place", "nth", "seconds"}: at the nth
-passing (from 0) of `place` in the first step >= `step` that passes it. Kinds:
+Faults (args["faults"], a list): {"kind", "rank", "step", "place", "nth", "seconds", "always"}: at
+the nth passing (from 0) of `place` in the first step >= `step` that passes it; with "always" at
+every passing from then on. Kinds:
 
     raise       an exception of ours (only where the caller says it may: see places.py)
     sleep       the thread that passes sleeps `seconds`
@@ -94,8 +95,8 @@ class Rank:
                 continue
             key = (self.step, place)
             nth = self._counts[key] = self._counts.get(key, -1) + 1
-            if nth == fault.get("nth", 0):
-                fault["done"] = True
+            if nth == fault.get("nth", 0) or fault.get("always"):
+                fault["done"] = not fault.get("always")
                 self._happen(fault)
 
     def _happen(self, fault: dict[str, Any]) -> None:

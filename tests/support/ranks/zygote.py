@@ -109,6 +109,8 @@ def _fork_rank(job: dict[str, Any], number: int, port: int) -> _Child:
             LOCAL_RANK=str(number),
             WORLD_SIZE=str(job["ranks"]),
             LOCAL_WORLD_SIZE=str(job["ranks"]),
+            GROUP_RANK="0",
+            GROUP_WORLD_SIZE="1",
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
         )
@@ -160,6 +162,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                 if child.exit is None:
                     child.drain()
             _reap(children, began)
+            if job["die_together"] and any(c.exit == -signal.SIGKILL for c in children):
+                for child in children:
+                    if child.exit is None:
+                        os.kill(child.pid, signal.SIGKILL)
             if time.monotonic() > deadline:
                 _say_where(children)
                 for child in children:
