@@ -13,18 +13,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC
 
-from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from fastapi import FastAPI
 
 from sentinel import __version__
-from sentinel.sidecar.middleware import Headers
+from sentinel.sidecar import jobs
+from sentinel.sidecar.middleware import Headers, Timed
 from sentinel.sidecar.routes import control, health, ingest, metrics, read
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
 
-JOB_SECONDS = 5.0
 ROUTERS = (ingest.router, read.router, control.router, metrics.router, health.router)
 
 
@@ -39,27 +37,10 @@ def create_app(
     """
     service = Service(settings, clock=clock, timer=timer)
 
-    async def expire() -> None:
-        service.runs.expire(clock())
-
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        scheduler = AsyncIOScheduler(timezone=UTC)
-        scheduler.add_job(
-            expire,
-            "interval",
-            seconds=min(JOB_SECONDS, settings.lost_after_s / 4),
-            coalesce=True,
-            max_instances=1,
-        )
-        scheduler.start()
-        service.ready = True
-        try:
+        async with jobs.running(service):
             yield
-        finally:
-            service.ready = False
-            scheduler.shutdown(wait=False)
-            service.close()
 
     app = FastAPI(
         title="sentinel",
@@ -71,6 +52,7 @@ def create_app(
     )
     app.state.service = service
     app.state.runs = service.runs
+    app.add_middleware(Timed, health=service.health, timer=timer)
     app.add_middleware(Headers)
     for router in ROUTERS:
         app.include_router(router(service))

@@ -7,8 +7,11 @@ Plain ASGI: starlette's BaseHTTPMiddleware would cost every step two tasks and a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sentinel.sidecar.health import Health, route_of
 from sentinel.sidecar.security import HEADERS
 
 
@@ -28,6 +31,29 @@ class Headers:
                 given = message.setdefault("headers", [])
                 names = {name for name, _ in given}
                 given.extend(pair for pair in HEADERS if pair[0] not in names)
+            await send(message)
+
+        await self._app(scope, receive, sending)
+
+
+class Timed:
+    """Notes how long each request took; of a stream, until it began."""
+
+    def __init__(self, app: ASGIApp, health: Health, timer: Callable[[], float]) -> None:
+        self._app = app
+        self._health = health
+        self._timer = timer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, timer = self._timer(), self._timer
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = route_of(scope["method"], scope["path"])
+                self._health.request(route, message["status"], timer() - started)
             await send(message)
 
         await self._app(scope, receive, sending)

@@ -43,6 +43,7 @@ from sentinel.core.types import (
     Column,
     Command,
     Decision,
+    IncidentState,
     Observation,
     Outcome,
     Source,
@@ -219,6 +220,8 @@ class Run:
     errors: dict[str, int] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     interval_s: float | None = None  # usual time between two reports
+    saved_at: float = 0.0  # last_heard as the database has it
+    watched: bool = False  # an embedded run, seen in its folder: read-only
     ended: float | None = None  # when it was closed or lost
     unwritten: int = 0  # reports that no disk took
     saved_incidents: tuple[Incident, ...] = ()
@@ -286,6 +289,10 @@ class Runs:
             run.unread = False
             run.seen = reports_on_disk(self._store.run_directory(name), run.incarnation)
         return run
+
+    def forget(self, name: str) -> None:
+        """A run whose series are gone is not listed any more."""
+        self.runs.pop(name, None)
 
     def load(self, now: float) -> None:
         """Take up the runs of an earlier start; their trainers hand their states over."""
@@ -1219,8 +1226,12 @@ def summary(run: Run, now: float) -> dict[str, Any]:
         "protection": "off" if decision is None else str(decision.readings.protection),
         "decides": run.decides,
         "reason": run.reason,
+        "watched": run.watched,
         "policy": run.policy.name,
         "mode": str(run.policy.mode),
+        "open_incidents": None
+        if run.state is None
+        else sum(i.state is not IncidentState.RESOLVED for i in run.state.ledger.incidents),
         "last_report_s_ago": round(max(now - run.last_report, 0.0), 3),
         "registered_at": run.registered,
         "ended_at": run.ended,

@@ -26,6 +26,7 @@ import uvicorn
 
 from sentinel.core.errors import ConfigError
 from sentinel.sidecar.app import create_app
+from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ def serve(
         with _signals_end_quietly():
             asyncio.run(
                 _run(
-                    uvicorn.Server(config),
+                    _Server(config, app.state.service),
                     sockets,
                     lambda: say(
                         f"sentinel listening on {' and '.join(where)} policy={policy} "
@@ -165,6 +166,18 @@ def serve(
         if uds is not None and len(sockets) == (port is not None) + 1:
             with suppress(FileNotFoundError):
                 os.unlink(uds)
+
+
+class _Server(uvicorn.Server):
+    """Tells the service first that it is leaving, so that open streams end by themselves."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.ready = False
+        await super().shutdown(sockets)
 
 
 @contextmanager

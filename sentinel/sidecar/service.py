@@ -12,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sentinel.sidecar.door import Door
+from sentinel.sidecar.health import Health
 from sentinel.sidecar.hub import Hub
 from sentinel.sidecar.people import People
-from sentinel.sidecar.runs import RefusedError, Runs
+from sentinel.sidecar.runs import RefusedError, Run, Runs
 from sentinel.sidecar.security import Access
 from sentinel.sidecar.settings import Settings
 from sentinel.sidecar.store.store import Store
+from sentinel.sidecar.watch import Watched
 from sentinel.wire import messages
 
 
@@ -44,9 +46,11 @@ class Service:
         self.hub = Hub(f"{int(clock() * 1000):x}")
         self.runs = Runs(settings, timer, self.store, self.hub)
         self.runs.load(clock())
+        self.health = Health()
+        self.watched = Watched(settings)
         self.access = Access.load(settings.token_files, settings.token)
         self.door = Door(settings, self.access, timer)
-        self.people = People(self.runs, self.store.database, clock)
+        self.people = People(self.runs, self.store.database, self.hub, clock)
         self.people.restore()
         self.ready = False
 
@@ -55,9 +59,24 @@ class Service:
         if not messages.RUN_NAME.fullmatch(run):
             raise RefusedError("unknown_run", f"no run has the name {run!r}", 404)
         place = self.store.run_directory(run)
-        if run not in self.runs.runs and not place.is_dir():
+        if run in self.runs.runs or place.is_dir():
+            return place
+        watched = self.watched.directories.get(run)
+        if watched is None:
             self.runs.get(run)  # which says how to register it
-        return place
+        assert watched is not None
+        return watched
+
+    def run(self, name: str) -> Run:
+        """A run that reports here, or one that is watched; raises RefusedError."""
+        if name not in self.runs.runs and name in self.watched.runs:
+            return self.watched.runs[name]
+        return self.runs.get(name)
+
+    def all_runs(self) -> list[Run]:
+        """Both kinds."""
+        own = self.runs.runs
+        return [*own.values(), *(r for n, r in self.watched.runs.items() if n not in own)]
 
     def close(self) -> None:
         """Let go of the disk and the database; what is queued is written first."""

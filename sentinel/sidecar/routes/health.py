@@ -17,10 +17,11 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/readyz")
     async def readyz() -> Response:
-        return Response(
-            "ready\n" if service.ready else "not ready\n",
-            status_code=200 if service.ready else 503,
-            media_type="text/plain",
-        )
+        if not service.ready:
+            return Response("not ready\n", status_code=503, media_type="text/plain")
+        trouble = service.store.trouble
+        # Deciding needs no disk: a sidecar that cannot keep its record still serves its trainers.
+        said = "ready\n" if not trouble else f"ready\ndegraded: {trouble}\n"
+        return Response(said, media_type="text/plain")
 
     return routes

@@ -7,7 +7,7 @@ non-finite numbers are the words "nan", "inf" and "-inf", and find the decision 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -53,6 +53,10 @@ class _JsonOutcome(msgspec.Struct):
     step: int
     executed: str
     applied: bool
+
+
+class _JsonClose(msgspec.Struct):
+    state: Literal["finished", "halted"] = "finished"
 
 
 class _JsonStep(msgspec.Struct):
@@ -111,11 +115,16 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/runs/{run}/close")
     async def close(run: str, request: Request) -> Response:
+        def of_person(body: bytes) -> tuple[int, Any]:
+            asked = read_json(_JsonClose, body or b"{}", "close")
+            runs.close_json(run, asked.state, now())
+            return 200, {"run": run, "state": asked.state}
+
         def of_trainer(message: Close) -> Message:
             runs.close(message, now())
             return Accepted(run=run)
 
-        return await door.sealed(request, Close, run, of_trainer)
+        return await door.either(request, Close, run, of_trainer, of_person)
 
     return routes
 

@@ -34,7 +34,7 @@ TURN_S = 1.0  # a stream ends so soon after the sidecar was told to stop
 
 def router(service: Service) -> APIRouter:
     """See the module docstring."""
-    routes, runs, door = APIRouter(), service.runs, service.door
+    routes, door = APIRouter(), service.door
 
     async def reading(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
         try:
@@ -50,14 +50,14 @@ def router(service: Service) -> APIRouter:
     @routes.get("/v1/runs")
     async def list_runs(request: Request) -> Response:
         def serve(_: bytes) -> tuple[int, Any]:
-            return 200, {"runs": [summary(run, service.now()) for run in runs.runs.values()]}
+            return 200, {"runs": [summary(run, service.now()) for run in service.all_runs()]}
 
         return await door.for_people(request, serve)
 
     @routes.get("/v1/runs/{run}")
     async def one_run(run: str, request: Request) -> Response:
         def serve(_: bytes) -> tuple[int, Any]:
-            return 200, details(runs.get(run), service.now())
+            return 200, details(service.run(run), service.now())
 
         return await door.for_people(request, serve)
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, select, text
 from sqlalchemy.orm import Session
 
 from sentinel.core.errors import ConfigError
@@ -53,6 +53,8 @@ class Store:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._lock: int | None = None
         self.start_trouble = ""
+        self.disk_trouble = ""
+        self.bytes = 0  # of all series, as last counted
         if settings.data_dir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="sentinel-sidecar-")
             self.directory = Path(self._temporary.name)
@@ -97,10 +99,17 @@ class Store:
         """What is wrong, in one line; "" when nothing is."""
         if self.start_trouble:
             return self.start_trouble
+        if self.disk_trouble:
+            return self.disk_trouble
         for name, record in self.records.items():
             if record.trouble:
                 return f"series of run {name}: {record.trouble}"
         return f"database: {self.database.trouble}" if self.database.trouble else ""
+
+    @property
+    def dropped_segments(self) -> int:
+        """Segments that made room, over all present writers."""
+        return sum(record.dropped_segments for record in self.records.values())
 
     @property
     def lost_records(self) -> int:
@@ -206,7 +215,33 @@ class Store:
         directory = self.run_directory(run)
         freed = directory_bytes(directory)
         shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(self.directory / "cache" / run, ignore_errors=True)
         return freed
+
+    def sizes(self) -> dict[str, int]:
+        """What the series of each run take, in bytes; reads the disk."""
+        found = {}
+        try:
+            entries = list(os.scandir(self.runs_directory))
+        except OSError:
+            return {}
+        for entry in entries:
+            if entry.is_dir():
+                found[entry.name] = directory_bytes(Path(entry.path))
+        return found
+
+    def probe(self) -> None:
+        """See whether the disk takes writes again, or no more."""
+        self.database.submit(lambda session: session.execute(text("SELECT 1")))
+        if self.start_trouble:
+            return
+        try:
+            place = self.directory / "probe"
+            place.write_bytes(b"")
+            place.unlink()
+            self.disk_trouble = ""
+        except OSError as error:
+            self.disk_trouble = str(error)
 
     def close(self) -> None:
         """Close everything; a second call does nothing."""

@@ -1,0 +1,165 @@
+"""What happens by the clock: lost runs, saving, retention, layer maps, watched folders.
+
+    async with running(service): ...       inside the application's lifespan
+
+The rules are not here: they run on arrival. APScheduler only wakes these jobs; each ends its own
+errors, counted in `service.health.job_errors`, and is tried again at its next turn. What touches
+disks runs in a thread.
+
+Shutdown: no new turn is begun, those in flight are awaited for DRAIN_S, then the store is closed.
+Units:    seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from datetime import UTC
+
+from apscheduler.schedulers.asyncio import AsyncIOScheduler
+
+from sentinel.sidecar.service import Service
+
+logger = logging.getLogger(__name__)
+
+EXPIRE_S = 5.0
+SAVE_S = 10.0
+RETENTION_S = 300.0
+MAPS_S = 60.0
+WATCH_S = 3.0
+LAG_S = 0.25
+DRAIN_S = 5.0
+DAY_S = 86_400.0
+
+Job = Callable[[], Awaitable[None]]
+
+
+class Jobs:
+    """The jobs of one sidecar."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._flying: set[asyncio.Task[None]] = set()
+        self._scheduler = AsyncIOScheduler(timezone=UTC)
+        lost = service.settings.lost_after_s
+        self._add(self.expire, min(EXPIRE_S, lost / 4))
+        self._add(self.save, SAVE_S)
+        self._add(self.retain, RETENTION_S)
+        self._add(self.maps, MAPS_S)
+        if service.settings.watch:
+            self._add(self.watch, WATCH_S)
+        self._lag: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """From now on."""
+        self._scheduler.start()
+        self._lag = asyncio.create_task(self._measure_lag())
+
+    async def drain(self) -> None:
+        """Begin nothing new, and wait for what runs."""
+        self._scheduler.pause()
+        if self._lag is not None:
+            self._lag.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._lag
+        if self._flying:
+            await asyncio.wait(self._flying, timeout=DRAIN_S)
+        self._scheduler.shutdown(wait=False)
+
+    def _add(self, job: Job, seconds: float) -> None:
+        async def turn() -> None:
+            task = asyncio.ensure_future(self._guarded(job))
+            self._flying.add(task)
+            task.add_done_callback(self._flying.discard)
+            await task
+
+        self._scheduler.add_job(
+            turn, "interval", seconds=seconds, coalesce=True, max_instances=1, id=job.__name__
+        )
+
+    async def _guarded(self, job: Job) -> None:
+        try:
+            await job()
+        except Exception:
+            errors = self._service.health.job_errors
+            errors[job.__name__] = errors.get(job.__name__, 0) + 1
+            logger.exception("a job failed job=%s", job.__name__)
+
+    # ---- the jobs ------------------------------------------------------------------------
+
+    async def expire(self) -> None:
+        """Runs that are silent are lost; orders that nobody fetched expire."""
+        self._service.runs.expire(self._service.now())
+
+    async def save(self) -> None:
+        """What runs have said since the last turn goes into the database, and so shows its health.
+
+        A restarted sidecar then knows when it heard of each.
+        """
+        runs = self._service.runs
+        for run in runs.runs.values():
+            if run.run_state == "running" and run.last_heard > run.saved_at:
+                run.saved_at = run.last_heard
+                runs.save(run)
+        self._service.store.probe()
+
+    async def retain(self) -> None:
+        """Old series make room; so do those of runs that are over, when there is too much."""
+        service, store = self._service, self._service.store
+        settings, now = service.settings, service.now()
+        over = sorted(
+            (run.ended or run.last_heard, run.name)
+            for run in service.runs.runs.values()
+            if run.run_state != "running" and run.record is None
+        )
+        sizes = await asyncio.to_thread(store.sizes)
+        total = sum(sizes.values())
+        for ended, name in over:
+            old = now - ended > settings.retention_days * DAY_S
+            if not old and total <= settings.max_store_bytes:
+                continue
+            freed = await asyncio.to_thread(store.forget, name)
+            total -= freed
+            service.runs.forget(name)
+            why = "its retention is over" if old else "the store is full"
+            logger.info("series deleted run=%s why=%s freed_bytes=%s", name, why, freed)
+        store.bytes = total
+        limit = store.run_limit()
+        for record in store.records.values():
+            record.limit(limit)
+
+    async def maps(self) -> None:
+        """Maxima of closed layer segments, so that a long run's map opens at once."""
+        store = self._service.store
+        for name in list(store.records):
+            await asyncio.to_thread(store.series.prepare, store.run_directory(name))
+
+    async def watch(self) -> None:
+        """Look at the folders of embedded runs."""
+        await self._service.watched.look(self._service.now())
+
+    async def _measure_lag(self) -> None:
+        timer, health = self._service.timer, self._service.health
+        while True:
+            before = timer()
+            await asyncio.sleep(LAG_S)
+            health.lag.add(max(timer() - before - LAG_S, 0.0), self._service.now())
+
+
+@asynccontextmanager
+async def running(service: Service) -> AsyncGenerator[None]:
+    """The jobs run inside; the service is ready inside, and closed after."""
+    jobs = Jobs(service)
+    await jobs.retain()
+    if service.settings.watch:
+        await jobs.watch()
+    jobs.start()
+    service.ready = True
+    try:
+        yield
+    finally:
+        service.ready = False
+        await jobs.drain()
+        await asyncio.to_thread(service.close)

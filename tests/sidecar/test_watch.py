@@ -1,0 +1,136 @@
+"""Embedded runs, seen in their folders."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import anyio
+import pytest
+
+from sentinel.core.policy import Policy
+from sentinel.core.state import State
+from sentinel.sidecar.runs import details, summary
+from sentinel.sidecar.service import Service
+from sentinel.sidecar.settings import Settings
+from sentinel.traces import ledger as ledgers
+from sentinel.traces.recorder import Recorder
+from tests.support import FakeClock
+from tests.support.simulated import Damage, NanGradient, SimulatedTrainer
+
+
+def embedded(folder: Path, name: str, steps: int = 300) -> tuple[SimulatedTrainer, Recorder]:
+    recorder = Recorder(
+        folder / name,
+        run=name,
+        policy=Policy.load("default"),
+        state=State(),
+        incarnation="life",
+        layers=[{"name": "a"}, {"name": "b"}],
+        segment_bytes=40_000,
+    )
+    trainer = SimulatedTrainer(
+        seed=1, faults=[NanGradient(100), Damage(200, 3.0)], layers=2, recorder=recorder
+    )
+    trainer.run(steps)
+    return trainer, recorder
+
+
+def save_ledger(folder: Path, name: str, trainer: SimulatedTrainer) -> None:
+    state = trainer.state
+    ledgers.write(
+        folder / name,
+        ledgers.Saved(run=name, incarnation="life", step=state.step, ledger=state.ledger),
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def watching(folder: Path, clock: FakeClock) -> Service:
+    return Service(Settings(watch=(folder,)), clock=clock, timer=lambda: 0.0)
+
+
+def look(service: Service) -> None:
+    anyio.run(service.watched.look, service.now())
+
+
+def touch(folder: Path, at: float) -> None:
+    for path in folder.rglob("*.seg"):
+        os.utime(path, (at, at))
+
+
+def test_running_finished_halted_and_lost_runs_are_told_apart(
+    folder: Path, clock: FakeClock
+) -> None:
+    for name in ("running", "finished", "halted", "lost"):
+        _, recorder = embedded(folder, name, steps=20)
+        if name in ("finished", "halted"):
+            recorder.close()
+    ledgers.write_halted(folder / "halted", step=20, reason="spent")
+    touch(folder, clock.now - 5.0)
+    touch(folder / "lost", clock.now - 500.0)
+    service = watching(folder, clock)
+    look(service)
+    shown = {run.name: summary(run, clock.now)["state"] for run in service.all_runs()}
+    assert shown == {name: name for name in ("running", "finished", "halted", "lost")}
+    service.close()
+
+
+def test_a_watched_run_is_shown_like_one_that_reports(folder: Path, clock: FakeClock) -> None:
+    trainer, recorder = embedded(folder, "r7")
+    save_ledger(folder, "r7", trainer)
+    service = watching(folder, clock)
+    look(service)
+    about = details(service.run("r7"), clock.now)
+    assert about["watched"]
+    assert not about["decides"]
+    assert about["step"] == 299
+    assert about["loss"] == trainer.steps[-1].observation.loss
+    assert about["layers"] == ["a", "b"]
+    assert about["ledger"] == trainer.state.ledger
+    found = service.store.series.curves(
+        service.series_directory("r7"), ("loss",), None, None, 20_000
+    )
+    assert found["series"]["loss"]["value"] == [s.observation.loss for s in trainer.steps]
+    trainer.run(10)
+    look(service)
+    assert service.run("r7").observation is not None
+    assert details(service.run("r7"), clock.now)["step"] == 309
+    recorder.close()
+    service.close()
+
+
+def test_watching_writes_nothing_and_takes_no_lock(folder: Path, clock: FakeClock) -> None:
+    trainer, _ = embedded(folder, "r7")
+    save_ledger(folder, "r7", trainer)
+    before = {p: (p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*")}
+    service = watching(folder, clock)
+    look(service)
+    service.store.series.layers(service.series_directory("r7"), "layer_grad_norm", None, None, 10)
+    assert {p: (p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*")} == before
+    assert "ledger.lock" not in Path("/proc/locks").read_text()
+    service.close()
+
+
+def test_a_damaged_run_hides_no_other(folder: Path, clock: FakeClock) -> None:
+    embedded(folder, "good", steps=20)
+    embedded(folder, "bad", steps=20)
+    for path in (folder / "bad").rglob("scalars-*.seg"):
+        path.write_bytes(b"SNTLSEG9" + path.read_bytes()[8:])
+    (folder / "no run").mkdir()
+    service = watching(folder, clock)
+    look(service)
+    assert [run.name for run in service.all_runs()] == ["good"]
+    assert "framing version" in service.watched.trouble["bad"]
+    service.close()
+
+
+def test_one_runs_own_directory_can_be_watched(folder: Path, clock: FakeClock) -> None:
+    embedded(folder, "r7", steps=20)
+    service = watching(folder / "r7", clock)
+    look(service)
+    assert [run.name for run in service.all_runs()] == ["r7"]
+    service.close()
