@@ -35,7 +35,7 @@ LAYER_ACTIVATION_RMS = "layer_activation_rms"
 LAYER_ACTIVATION_ABSMAX = "layer_activation_absmax"
 LAYER_ACTIVATION_SPREAD = "layer_activation_spread"
 
-# A row of a column without a measurement: the maximum of nothing. nan means measured, and no number.
+# A row without a measurement: the maximum of nothing. nan means measured, and no number.
 NOT_MEASURED = -np.inf
 
 

@@ -1,0 +1,309 @@
+"""Attention probe: the largest attention logit of every layer, exact where a threshold is near.
+
+    probe = AttentionProbe(models, table, threshold=50.0)
+    probe.attach(); probe.before_step(step); values = read(probe.pending(), [])[0]
+    columns = resolve(probe, values)
+
+What a kernel's log-sum-exp says is an interval: `max(lse) - log n <= M <= max(lse)`, n the keys. It
+is tight where logits are large, except in rows of nearly uniform attention. So:
+
+* a layer whose upper bound is under 0.8 x threshold costs one reduction of its log-sum-exps;
+* above that, and at the first measurement, the 16 rows of the largest log-sum-exp are computed:
+  exact, with a proof, in nearly all cases;
+* where that proves nothing and the upper bound is above the threshold, the next steps compute all
+  rows, in chunks, until the layer has moved away.
+
+The column holds the upper bound while that is under the threshold, and the lower one else: a layer
+is flagged when it is known to be above, at most two steps after it came there by a jump, at once if
+it grew into it.
+
+Shapes:  column float32 [L]; NOT_MEASURED in rows without attention, or whose attention did not run.
+         Rows that see no key at all say nothing. nan passes through.
+Units:   scaled scores before the softmax, masks and biases included.
+Purity:  does not wait for the device; keeps a few KB of small tensors until the gate.
+Threads: one training thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sentinel.core.types import LAYER_ATTENTION_MAX_LOGIT, NOT_MEASURED, Column
+from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.probes import capture
+from sentinel_hooks.probes.capture import CAPTURE, without_empty_rows
+from sentinel_hooks.probes.places import (
+    ALL,
+    FEW,
+    FULL_AGAIN,
+    SOME,
+    WATCHED,
+    WHERE,
+    Enter,
+    Leave,
+    Place,
+    find,
+)
+from sentinel_hooks.probes.probe import Combine, Float64, Parts, Quiet, Unseen, column
+
+HIGH, LOW = "attention_high", "attention_low"
+SETTLED = 2  # measured steps after which hooks on modules that never attend are taken out
+PRECISE = 0.01  # of the threshold: how wide an interval above it may be
+HOOKED = 4  # times that they are put in again, because attention was called elsewhere
+NOTHING = -1e30  # finite masks are the most negative number of their dtype
+
+
+class AttentionProbe(Quiet):
+    """Watches the attention of `models`."""
+
+    combine: Mapping[str, Combine] = {HIGH: Combine.MAX, LOW: Combine.MAX}
+
+    def __init__(
+        self, models: Sequence[nn.Module], table: LayerTable, threshold: float = 50.0
+    ) -> None:
+        self._models = tuple(models)
+        self._table = table
+        self._threshold = threshold
+        self._device = _device(models)
+        self._places: list[tuple[nn.Module, Place]] = []
+        self._handles: dict[int, list[Any]] = {}
+        self._groups: list[tuple[list[Place], str, int]] = []
+        self._pending: list[Tensor] = []
+        self._step = 0
+        self._steps = 0  # with a measurement
+        self._attached = False
+        self._trimmed = False
+        self._hooked = 0  # times
+        self.heads: dict[str, Column] = {}
+
+    # -- hooks ---------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Hooks on the modules, replacements of the functions."""
+        if self._attached:
+            return
+        self._attached = True
+        device = self._device
+        self._places = find(self._models, self._table, lambda n: capture.slots(device, n))
+        for _, place in self._places:
+            WHERE.by_address[place.slot.data_ptr()] = place
+        self._hook()
+        CAPTURE.subscribe(self, [m for model in self._models for m in model.modules()])
+
+    def detach(self) -> None:
+        """Everything out."""
+        if not self._attached:
+            return
+        self._attached = False
+        CAPTURE.unsubscribe(self)
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles = {}
+        for _, place in self._places:
+            WHERE.by_address.pop(place.slot.data_ptr(), None)
+            place.clear()
+        self._pending = []
+        self._groups = []
+
+    def _hook(self) -> None:
+        self._hooked += 1
+        token = capture.token(self._device)
+        for module, place in self._places:
+            if id(module) not in self._handles:
+                self._handles[id(module)] = [
+                    module.register_forward_pre_hook(Enter(place, token)),
+                    module.register_forward_hook(Leave(place, token)),
+                ]
+
+    def _trim(self) -> None:
+        """Hooks cost a microsecond each: keep those that name a call of attention."""
+        if WHERE.compiled:  # they are part of the compiled code
+            return
+        for module, place in self._places:
+            if not place.measurements and not place.trouble:
+                for handle in self._handles.pop(id(module), ()):
+                    handle.remove()
+        self._trimmed = True
+
+    # -- measuring -----------------------------------------------------------------------------
+
+    def before_step(self, step: int) -> None:
+        """Reduce what was captured to small vectors on the device."""
+        self._step = step
+        WHERE.place = None  # an exception may have left a forward half way
+        self._groups = []
+        self._pending = []
+        raw: dict[tuple[Any, ...], list[tuple[Place, Tensor]]] = {}
+        bounds: dict[tuple[Any, ...], list[tuple[Place, Tensor, Tensor]]] = {}
+        for _, place in self._places:
+            if place.raw:
+                for lse in place.raw:
+                    key = (lse.shape, lse.device, lse.dtype, place.masked)
+                    raw.setdefault(key, []).append((place, lse))
+            if place.low:
+                for low, high in zip(place.low, place.high, strict=True):
+                    bounds.setdefault((low.shape, low.device), []).append((place, low, high))
+        with torch.no_grad():
+            for (shape, _, _, masked), lses in raw.items():
+                stacked = torch.stack([lse for _, lse in lses])
+                if masked:
+                    stacked = without_empty_rows(stacked)
+                self._pending.append(stacked.amax((1, 3)).flatten())
+                self._groups.append(([p for p, _ in lses], "raw", shape[1]))
+            for (shape, _), pairs in bounds.items():
+                both = [low for _, low, _ in pairs] + [high for _, _, high in pairs]
+                self._pending.append(torch.cat(both))
+                self._groups.append(([p for p, _, _ in pairs], "bounds", shape[0]))
+        lost, WHERE.lost = WHERE.lost, 0
+        if self._pending:
+            self._steps += 1
+        if self._trimmed and lost and self._hooked < HOOKED:
+            self._trimmed = False
+            self._steps = 0
+            self._hook()
+        elif not self._trimmed and self._steps > SETTLED:
+            self._trim()
+
+    def pending(self) -> list[Tensor]:
+        """Vectors of bounds, a few for each attention shape."""
+        return self._pending
+
+    def parts(self, values: Sequence[Float64]) -> dict[str, Float64]:
+        """Upper and lower bound of each row."""
+        low: dict[int, Float64] = {}
+        high: dict[int, Float64] = {}
+        for (places, kind, heads), value in zip(self._groups, values, strict=True):
+            n = len(places)
+            if kind == "raw":
+                upper = value.reshape(n, heads)
+                lower = upper - np.log([[p.keys] for p in places])
+            else:
+                lower, upper = value.reshape(2, n, heads)
+            for i, place in enumerate(places):
+                for bound, found in ((low, lower[i]), (high, upper[i])):
+                    known = bound.get(id(place))
+                    bound[id(place)] = found if known is None else _larger(known, found)
+        self._pending = []
+        if not high:
+            for _, place in self._places:
+                place.clear()
+            return {}
+        parts = {name: np.full(len(self._table), NOT_MEASURED) for name in (HIGH, LOW)}
+        self.heads = {}
+        for _, place in self._places:
+            place.clear()
+            if id(place) not in high:
+                continue
+            lower_H, upper_H = low[id(place)], high[id(place)]
+            lower_H = np.where(lower_H <= NOTHING, NOT_MEASURED, lower_H)
+            upper_H = np.where(upper_H <= NOTHING, NOT_MEASURED, upper_H)
+            least, most = float(lower_H.max()), float(upper_H.max())
+            self._next_level(place, least, most)
+            if place.row < 0:
+                continue
+            parts[HIGH][place.row] = np.maximum(parts[HIGH][place.row], most)
+            parts[LOW][place.row] = np.maximum(parts[LOW][place.row], least)
+            name = self._table.layers[place.row].name
+            self.heads[name] = self._known_side(lower_H, upper_H).astype(np.float32)
+        return parts
+
+    def finish(self, parts: Parts) -> dict[str, Column]:
+        """The column."""
+        if HIGH not in parts:
+            return {}
+        found = column(self._known_side(parts[LOW], parts[HIGH]))
+        return {} if found is None else {LAYER_ATTENTION_MAX_LOGIT: found}
+
+    def _known_side(self, low: Float64, high: Float64) -> Float64:
+        # At most `high`: under the threshold. Else at least `low`; a nan is in both.
+        return np.where(high > self._threshold, low, high)
+
+    def _next_level(self, place: Place, low: float, high: float) -> None:
+        unclear = high > self._threshold and high - low > PRECISE * self._threshold
+        if high <= WATCHED * self._threshold:
+            place.level = FEW
+        elif place.level == ALL:
+            if self._step - place.since >= FULL_AGAIN:
+                place.level = SOME
+        elif place.level == SOME and unclear:
+            place.level, place.since = ALL, self._step
+        else:
+            place.level = SOME
+
+    # -- telling -------------------------------------------------------------------------------
+
+    def blind_spots(self) -> list[Unseen]:
+        """Attention modules whose logits nobody sees."""
+        if not self._steps and not any(p.entered for _, p in self._places):
+            return []
+        inside = [
+            (module, place)
+            for module, place in self._places
+            if place.attention and not place.measurements
+        ]
+        seen = {id(m) for m, p in self._places if p.measurements}
+        blind: dict[tuple[str, str], list[str]] = {}
+        for module, place in inside:
+            if any(id(m) in seen for m in module.modules()):
+                continue  # it is seen in a module of its own
+            if any(p is not place for m, p in inside if m is not module and _holds(module, m)):
+                continue  # the inner one is named
+            blind.setdefault(_reason(place), []).append(place.name)
+        for _, place in self._places:
+            if place.trouble and place.measurements:
+                blind.setdefault(_reason(place), []).append(place.name)
+        spots = [
+            Unseen(f"attention logits of {_names(names)} are not seen: {why}", way_out)
+            for (why, way_out), names in blind.items()
+        ]
+        lost = [p.name for _, p in self._places if p.measurements and p.row < 0]
+        if lost:
+            spots.append(
+                Unseen(
+                    f"attention logits of {_names(lost)} belong to no one layer",
+                    "call attention in the forward of a module for each layer",
+                )
+            )
+        return spots
+
+
+def _reason(place: Place) -> tuple[str, str]:
+    if place.trouble:
+        return place.trouble, "the other signals of the layer are not touched by this"
+    if not place.entered:
+        return (
+            "its forward was never seen to run",
+            "attach() before the model is compiled for the first time, or torch.compiler.reset()",
+        )
+    return (
+        "it calls no attention function that sentinel knows, or its weights are frozen",
+        "use F.scaled_dot_product_attention, or F.softmax over the last dimension of the scores",
+    )
+
+
+def _holds(outer: nn.Module, inner: nn.Module) -> bool:
+    return any(m is inner for m in outer.modules())
+
+
+def _names(names: Sequence[str]) -> str:
+    few = ", ".join(names[:3])
+    return few if len(names) <= 3 else f"{few} and {len(names) - 3} more"
+
+
+def _larger(known: Float64, found: Float64) -> Float64:
+    if known.shape == found.shape:
+        return np.maximum(known, found)
+    return np.array([np.maximum(known.max(), found.max())])
+
+
+def _device(models: Sequence[nn.Module]) -> torch.device:
+    for model in models:
+        for parameter in model.parameters():
+            return parameter.device
+    return torch.device("cpu")

@@ -1,0 +1,667 @@
+"""Capture: the attention functions that models call, watched while somebody listens.
+
+    CAPTURE.subscribe(probe, modules)       CAPTURE.unsubscribe(probe)
+
+Replaced are, as attributes looked up at call time and where the modules that define the model's
+classes hold them under a name of their own:
+
+* `F.scaled_dot_product_attention`. The call goes to torch as it came, so torch chooses the kernel
+  and output and gradients are bitwise those without us. The log-sum-exp that fused kernels keep
+  for their backward pass is then read from the autograd node; with saved-tensor hooks (activation
+  checkpointing, offloading), where looking would trigger a recomputation, it is taken as it is
+  saved. A path that keeps none (math, dropout on the CPU) shows its scores at its softmax.
+* `F.softmax`, `torch.softmax` over the last dimension inside a module that is an attention by name:
+  hand-written ("eager") attention, nn.MultiheadAttention(need_weights=True).
+* flash-attn's functions, when that package is imported: they return the log-sum-exp if asked.
+* `flex_attention`, off the CPU: it returns the maximum itself if asked.
+
+Compiled code gets the same as one opaque operator of torch's graph that is run where the code runs,
+so that nothing about a layer is baked in. No graph break, no recompilation.
+
+Not counted: calls under no_grad (evaluation), and recomputation of what was seen in the forward.
+
+CUDA: written for it, and never run there. The autograd node and the saved tensors are torch's own
+on every device; flash-attn and flex_attention were only tried against stand-ins.
+
+Purity:  does not wait for the device; keeps no graph alive.
+Errors:  those of the user's call pass through; ours are caught, and the place says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sentinel_hooks.probes import exact
+from sentinel_hooks.probes.places import ALL, FEW, WHERE, Place
+from sentinel_hooks.seams.patch import Patch
+
+RAW_NUMEL = 2048  # smaller log-sum-exps are kept as they are, and reduced together at the gate
+RAW_KEPT = 4  # micro-batches of them
+
+_attention = F.scaled_dot_product_attention
+_softmax = F.softmax
+_torch_softmax = torch.softmax
+_PLAIN = (Tensor, nn.Parameter)
+
+# ---------------------------------------------------------------- what is kept of a call
+
+
+def keep_lse(
+    place: Place,
+    lse: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    keys: int,
+) -> None:
+    """Keep a kernel's log-sum-exp; with q and k the maximum can be made exact.
+
+    Args:
+        lse: [B, H, T], or what CUDA kernels make of it: rows padded, or a last dimension of 1.
+        keys: how many keys a row sees at most.
+    """
+    if lse.dim() == 4:
+        lse = lse.squeeze(-1)
+    if q is not None and lse.size(-1) != q.size(-2):
+        lse = lse[..., : q.size(-2)]
+    place.keys = max(place.keys, keys)
+    if mask is not None:
+        place.masked = True
+    if place.level == FEW or q is None or k is None:
+        if lse.numel() <= RAW_NUMEL and len(place.raw) < RAW_KEPT:
+            place.raw.append(lse)
+            return
+        with torch.no_grad():
+            if place.masked:
+                lse = without_empty_rows(lse)
+            high = lse.amax((0, 2)).float()
+            place.high.append(high)
+            place.low.append(high - math.log(keys))
+        return
+    with torch.no_grad():
+        if place.level == ALL:
+            low = high = exact.everywhere(q, k, mask, causal, scale).float()
+        else:
+            if mask is not None:
+                lse = without_empty_rows(lse)
+            low, high = exact.of_rows(lse, q, k, mask, causal, scale)
+            low, high = low.float(), high.float()
+        place.low.append(low)
+        place.high.append(high)
+
+
+def without_empty_rows(lse: Tensor) -> Tensor:
+    """A row that sees no key has a log-sum-exp of exactly 0 on the CPU, and says nothing."""
+    return torch.where(lse == 0.0, -math.inf, lse)
+
+
+def keep_scores(place: Place, best_H: Tensor) -> None:
+    """Keep a maximum per head that is exact."""
+    best_H = best_H.float()
+    place.low.append(best_H)
+    place.high.append(best_H)
+
+
+def _again(place: Place) -> bool:
+    """Inside a backward pass: a recomputation of what was seen already."""
+    if torch._C._current_graph_task_id() != -1:
+        return place.seen
+    return False
+
+
+def _note(place: Place) -> None:
+    place.measurements += 1
+    if torch._C._current_graph_task_id() == -1:
+        place.seen = True
+
+
+def _failed(place: Place, error: Exception) -> None:
+    place.trouble = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+# ---------------------------------------------------------------- compiled code
+
+_LIBRARY: Any = torch.library.Library("torch_sentinel", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _run_enter(token: Tensor, slot: Tensor) -> None:
+    place = WHERE.by_address.get(slot.data_ptr())
+    WHERE.compiled = True
+    if place is not None:
+        WHERE.enter(place)
+
+
+def _run_leave(token: Tensor, slot: Tensor) -> None:
+    place = WHERE.by_address.get(slot.data_ptr())
+    if place is not None:
+        WHERE.leave(place)
+
+
+def _run_attended(
+    token: Tensor,
+    lse: Tensor,
+    best: Tensor,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> None:
+    place = WHERE.place
+    if place is None:
+        WHERE.lost += CAPTURE.listening
+        return
+    if _again(place):
+        return
+    try:
+        if best.numel():
+            keep_scores(place, best.clone())
+        elif lse.numel():
+            if place.level == FEW and lse.numel() <= RAW_NUMEL:
+                lse = lse.clone()  # the buffer is the graph's, which will use it again
+            keep_lse(place, lse, q, k, mask, causal, scale, k.size(-2))
+        else:
+            return
+        _note(place)
+    except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
+        _failed(place, error)
+
+
+def _run_scored(token: Tensor, best: Tensor) -> None:
+    place = WHERE.place
+    if place is not None and place.attention and best.numel() and not _again(place):
+        keep_scores(place, best.clone())
+        _note(place)
+
+
+def operator(name: str, arguments: str, body: Callable[..., None]) -> None:
+    """An operator torch_sentinel::`name` that `body` runs, and that no compiler looks into."""
+    _LIBRARY.define(f"{name}(Tensor(a!) token, {arguments}) -> ()")
+    _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"torch_sentinel::{name}", lambda *args, **kwargs: None, lib=_LIBRARY
+    )
+
+
+operator("enter", "Tensor slot", _run_enter)
+operator("leave", "Tensor slot", _run_leave)
+operator(
+    "attended",
+    "Tensor lse, Tensor best, Tensor q, Tensor k, Tensor? mask, bool causal, float? scale",
+    _run_attended,
+)
+operator("scored", "Tensor best", _run_scored)
+
+_TOKENS: dict[str, Tensor] = {}
+
+
+def token(device: torch.device) -> Tensor:
+    """What orders our operators in a graph on `device`; nothing is ever read from it."""
+    found = _TOKENS.get(device.type)
+    if found is None:
+        found = _TOKENS[device.type] = torch.zeros(1, device=device)
+        _static(found)
+    return found
+
+
+def _static(tensor: Tensor) -> None:
+    """CUDA graphs may keep it where it is."""
+    torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def slots(device: torch.device, n: int) -> list[Tensor]:
+    """One-element tensors that lie where no other does: their addresses are names."""
+    # Each of its own: as views of one storage they would be aliases, and guarded as such.
+    made = [torch.zeros(1, device=device) for _ in range(n)]
+    for slot in made:
+        _static(slot)
+    return made
+
+
+def _traced(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, lse or empty, exact maximum or empty); torch.compile takes it as one piece.
+
+    torch chooses the kernel when it traces into this, as it does without us.
+    """
+    out = _stock(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    nothing = query.new_empty(0, dtype=torch.float32)
+    lse = _lse_of(out)
+    if lse is not None:
+        return out, lse.detach(), nothing
+    if out.requires_grad and query.dim() == 4:
+        q, k = _as_computed(query), _as_computed(key)
+        mask = attn_mask.detach() if attn_mask is not None else None
+        return out, nothing, exact.everywhere(q, k, mask, is_causal, scale, None).detach()
+    return out, nothing, nothing
+
+
+torch._dynamo.allow_in_graph(_traced)  # type: ignore[no-untyped-call]
+
+# ---------------------------------------------------------------- F.scaled_dot_product_attention
+
+
+@functools.wraps(_attention)
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's own, watched."""
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if torch.compiler.is_compiling():
+        order = _TOKENS.get(query.device.type)
+        exporting = torch.compiler.is_exporting()
+        if order is None or not torch.is_grad_enabled() or exporting or query.dim() != 4:
+            return _stock(*call)
+        out, lse, best = _traced(*call)
+        q, k, mask = _as_computed(query), _as_computed(key), _detached(attn_mask)
+        torch.ops.torch_sentinel.attended(order, lse, best, q, k, mask, is_causal, scale)
+        return out
+    place = WHERE.place
+    if place is None:
+        if torch.is_grad_enabled():
+            WHERE.lost += CAPTURE.listening
+        return _stock(*call)
+    tracing = torch._C._get_tracing_state() is not None
+    if not torch.is_grad_enabled() or tracing or _again(place):
+        return _stock(*call)
+    return _watched(place, *call)
+
+
+def _stock(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    return _attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _watched(
+    place: Place,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if type(query) not in _PLAIN or query.dim() != 4:
+        place.trouble = (
+            f"its queries are {type(query).__name__} of {query.dim()} dimensions, and only plain "
+            "tensors of 4 are measured"
+        )
+        return _stock(*call)
+    hooks = _saved_tensor_hooks()
+    lse: Tensor | None = None
+    best: Tensor | None = None
+    if place.math:
+        with _Scores() as scores:  # type: ignore[no-untyped-call]
+            out = _stock(*call)
+        best = scores.best
+    elif hooks is None:
+        out = _stock(*call)
+        lse = _lse_of(out)
+    else:
+        with _Saved(hooks, query.dim()) as saved:
+            out = _stock(*call)
+        lse = saved.lse
+    if not out.requires_grad:
+        return out  # frozen: blind_spots() names it if that is all there is
+    try:
+        if lse is not None and place.level == FEW:
+            keep_lse(place, lse, query, None, attn_mask, is_causal, scale, key.size(-2))
+        else:
+            q, k, mask = _as_computed(query), _as_computed(key), _detached(attn_mask)
+            if lse is not None:
+                keep_lse(place, lse, q, k, mask, is_causal, scale, key.size(-2))
+            else:  # from the next call on the scores are seen where they are made
+                place.math = best is not None or not place.math
+                if best is None:
+                    best = exact.everywhere(q, k, mask, is_causal, scale)
+                keep_scores(place, best)
+        _note(place)
+    except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
+        _failed(place, error)
+    return out
+
+
+def _detached(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.detach()
+
+
+def _lse_of(out: Tensor) -> Tensor | None:
+    """The log-sum-exp that the kernel's autograd node keeps; some outputs are slices of it."""
+    node: Any = out.grad_fn
+    for _ in range(3):
+        if node is None:
+            break
+        lse = getattr(node, "_saved_logsumexp", None)
+        if lse is None:
+            lse = getattr(node, "_saved_log_sumexp", None)
+        if lse is not None:
+            found: Tensor = lse
+            return found if found.numel() else None
+        name = node.name()
+        if not name.startswith(("Slice", "Transpose", "Permute", "View", "Alias")):
+            return None
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
+
+
+def _as_computed(x: Tensor) -> Tensor:
+    """Detached, and rounded as autocast rounds it for the kernel."""
+    x = x.detach()
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+def _saved_tensor_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+class _Saved:
+    """Looks at what a kernel saves, on its way to the hooks that are in force."""
+
+    def __init__(self, hooks: Any, dim: int) -> None:
+        self._pack, self._unpack = hooks
+        self._dim = dim
+        self.lse: Tensor | None = None
+
+    def _look(self, tensor: Tensor) -> Any:
+        if (
+            self.lse is None
+            and tensor.numel()
+            and tensor.dtype in (torch.float32, torch.float64)
+            and (
+                tensor.dim() == self._dim - 1
+                or (tensor.dim() == self._dim and tensor.size(-1) == 1)
+            )
+            and not tensor.requires_grad
+        ):
+            self.lse = tensor.detach()
+        return self._pack(tensor)
+
+    def __enter__(self) -> _Saved:
+        torch._C._autograd._push_saved_tensors_default_hooks(self._look, self._unpack)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+class _Scores(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the scores where the math path hands them to its softmax."""
+
+    best: Tensor | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _SOFTMAXES and args[0].dim() == 4:
+            self.best = args[0].detach().amax((0, 2, 3))
+        return func(*args, **(kwargs or {}))
+
+
+_SOFTMAXES = tuple(
+    packet
+    for name in ("_safe_softmax", "_softmax", "softmax")
+    if (packet := getattr(torch.ops.aten, name, None)) is not None
+)
+
+# ---------------------------------------------------------------- softmax
+
+
+@functools.wraps(_softmax)
+def softmax(
+    input: Tensor,  # noqa: A002  torch's own name for it
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """F.softmax, watched inside attention modules."""
+    _look_at_scores(input, dim)
+    return _softmax(input, dim, _stacklevel + 1, dtype)
+
+
+@functools.wraps(_torch_softmax)
+def torch_softmax(*args: Any, **kwargs: Any) -> Tensor:
+    """torch.softmax, watched inside attention modules."""
+    if args and len(args) > 1:
+        _look_at_scores(args[0], args[1])
+    elif args and "dim" in kwargs:
+        _look_at_scores(args[0], kwargs["dim"])
+    return _torch_softmax(*args, **kwargs)
+
+
+def _look_at_scores(scores: Any, dim: Any) -> None:
+    if torch.compiler.is_compiling():
+        if (
+            torch.is_grad_enabled()
+            and not torch.compiler.is_exporting()
+            and isinstance(scores, Tensor)
+            and scores.dim() == 4
+            and dim in (-1, 3)
+        ):
+            order = _TOKENS.get(scores.device.type)
+            if order is not None:
+                torch.ops.torch_sentinel.scored(order, scores.detach().amax((0, 2, 3)))
+        return
+    place = WHERE.place
+    if (
+        place is None
+        or not place.attention
+        or not torch.is_grad_enabled()
+        or not isinstance(scores, Tensor)
+        or scores.dim() not in (3, 4)
+        or dim not in (-1, scores.dim() - 1)
+        or _again(place)
+    ):
+        return
+    try:
+        seen = scores.detach()
+        if seen.dim() == 4:
+            best = seen.amax((0, 2, 3))
+        else:
+            best = seen.amax((1, 2))
+            heads = place.heads
+            if heads and best.numel() % heads == 0:
+                best = best.view(-1, heads).amax(0)
+            else:
+                best = best.amax(0, keepdim=True)
+        keep_scores(place, best)
+        _note(place)
+    except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
+        _failed(place, error)
+
+
+# ---------------------------------------------------------------- flash-attn and flex_attention
+
+_FLASH = (
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+)
+
+
+def _watch_flash(original: Callable[..., Any]) -> Callable[..., Any]:
+    """flash-attn's function, asked for its log-sum-exp as well."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        place = WHERE.place
+        if (
+            torch.compiler.is_compiling()
+            or place is None
+            or not torch.is_grad_enabled()
+            or _again(place)
+        ):
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        asked = bool(given.arguments.get("return_attn_probs"))
+        if given.arguments.get("dropout_p") and not asked:
+            place.trouble = "flash-attn with dropout would return all probabilities too"
+            return original(*args, **kwargs)
+        if asked:
+            answer = original(*args, **kwargs)
+        else:
+            given.arguments["return_attn_probs"] = True
+            answer = original(*given.args, **given.kwargs)
+        try:
+            lse = answer[1].detach()
+            lse = lse[None] if lse.dim() == 2 else lse  # varlen: all sequences in a row
+            keys = max(
+                lse.size(-1),
+                int(given.arguments.get("max_seqlen_k") or 0),
+                *(t.size(1) for n, t in given.arguments.items() if n in ("k", "kv", "qkv")),
+            )
+            keep_lse(place, lse, None, None, None, False, None, keys)
+            _note(place)
+        except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
+            _failed(place, error)
+        return answer if asked else answer[0]
+
+    return watched
+
+
+def _watch_flex(original: Callable[..., Any], request: Callable[..., Any]) -> Callable[..., Any]:
+    """flex_attention, asked for the largest score as well."""
+
+    @functools.wraps(original)
+    def watched(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        place = WHERE.place
+        if (
+            torch.compiler.is_compiling()
+            or place is None
+            or not torch.is_grad_enabled()
+            or _again(place)
+            or query.device.type == "cpu"
+            or kwargs.get("return_lse")
+            or kwargs.get("return_aux") is not None
+        ):
+            return original(query, *args, **kwargs)
+        out, aux = original(query, *args, **kwargs, return_aux=request(max_scores=True))
+        try:
+            keep_scores(place, aux.max_scores.detach().amax((0, 2)))
+            _note(place)
+        except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
+            _failed(place, error)
+        return out
+
+    return watched
+
+
+# ---------------------------------------------------------------- in place
+
+
+class Capture:
+    """The process-wide replacements, there while a probe listens."""
+
+    def __init__(self) -> None:
+        self._probes: list[object] = []
+        self._patches: list[Patch] = []
+
+    @property
+    def listening(self) -> bool:
+        """Somebody does."""
+        return bool(self._probes)
+
+    def subscribe(self, probe: object, modules: Iterable[nn.Module]) -> None:
+        """Watch; also the names that the classes of `modules` are written with."""
+        self._probes.append(probe)
+        self._install(modules)
+
+    def unsubscribe(self, probe: object) -> None:
+        """Stop; with the last probe the replacements go."""
+        self._probes = [p for p in self._probes if p is not probe]
+        if not self._probes:
+            self._patches = [p for p in reversed(self._patches) if not p.remove()][::-1]
+            WHERE.place = None
+
+    def _install(self, modules: Iterable[nn.Module]) -> None:
+        stands: list[tuple[Any, Any]] = [
+            (_attention, scaled_dot_product_attention),
+            (_softmax, softmax),
+            (_torch_softmax, torch_softmax),
+        ]
+        places: list[tuple[Any, tuple[str, ...]]] = [
+            (F, ("scaled_dot_product_attention", "softmax")),
+            (torch, ("softmax",)),
+        ]
+        flash = [
+            m
+            for n in ("flash_attn", "flash_attn.flash_attn_interface")
+            if (m := sys.modules.get(n))
+        ]
+        for module in flash:
+            for name in _FLASH:
+                original = getattr(module, name, None)
+                if original is not None and not any(o is original for o, _ in stands):
+                    stands.append((original, _watch_flash(original)))
+            places.append((module, _FLASH))
+        flex = sys.modules.get("torch.nn.attention.flex_attention")
+        request = getattr(flex, "AuxRequest", None)
+        if flex is not None and request is not None:
+            stands.append((flex.flex_attention, _watch_flex(flex.flex_attention, request)))
+            places.append((flex, ("flex_attention",)))
+        for module in _homes(modules):
+            places.append((module, tuple(vars(module))))
+        for module, names in places:
+            for name in names:
+                value = vars(module).get(name)
+                for original, watched in stands:
+                    if value is original:
+                        self._patches.append(Patch(module, name, watched))
+
+
+def _homes(modules: Iterable[nn.Module]) -> list[Any]:
+    """The modules in which the classes of the model were written, less torch's own."""
+    names: dict[str, None] = {}
+    for module in modules:
+        for cls in type(module).__mro__:
+            if not cls.__module__.startswith("torch."):
+                names[cls.__module__] = None
+    return [m for n in names if (m := sys.modules.get(n)) is not None and n != "builtins"]
+
+
+CAPTURE = Capture()

@@ -1,0 +1,214 @@
+"""Places: modules whose forward may compute attention, and the row of the table each belongs to.
+
+    places = find(models, table)             one Place for each module that may be running
+    WHERE.place                              the innermost one whose forward runs now, or None
+
+A call of F.scaled_dot_product_attention knows nothing of layers; hooks on the modules around it
+do. The innermost module that is not one of torch's own leaves names the call. In compiled code the
+hooks become two custom operators (capture.py) that do the same when the code runs, so that all
+blocks share one graph.
+
+A place's row is the module itself if the table has it, else its query projection, else the first
+layer in it, else the row of the module around it.
+
+Threads: one training thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.seams.safe_point import INERT
+
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_QUERY = re.compile(
+    r"^(q|qkv|wq|wqkv|query|q_proj|q_a_proj|q_lin|q_linear|qkv_proj|in_proj|c_attn|attn_qkv|"
+    r"query_key_value|to_q|to_qkv|w_q|in_proj_qkv)$",
+    re.IGNORECASE,
+)
+FULL_AGAIN = 100  # steps after which a layer that needed all rows is tried with few again
+WATCHED = 0.8  # of the threshold: from here on the maximum is computed, not bounded
+FEW, SOME, ALL = 0, 1, 2  # what is done at a place: bounds only, 16 rows exact, all rows exact
+
+
+class Place:
+    """One module that may compute attention, and what was captured there since the last step."""
+
+    __slots__ = (
+        "attention",
+        "entered",
+        "heads",
+        "high",
+        "keys",
+        "level",
+        "low",
+        "masked",
+        "math",
+        "measurements",
+        "name",
+        "outer",
+        "raw",
+        "row",
+        "seen",
+        "since",
+        "slot",
+        "token",
+        "trouble",
+    )
+
+    def __init__(self, name: str, row: int, attention: bool, heads: int, slot: Tensor) -> None:
+        self.name = name
+        self.row = row
+        self.attention = attention
+        self.heads = heads
+        self.slot = slot  # its address names the place in compiled code
+        self.outer: Place | None = None
+        self.entered = False  # its forward has run
+        self.measurements = 0
+        self.level = SOME
+        self.since = 0  # the step at which `level` became ALL
+        self.math = False  # the last call took a path without a log-sum-exp
+        self.seen = False  # captured in a forward since the last step: a recomputation adds nothing
+        self.raw: list[Tensor] = []  # log-sum-exps [B, H, T], reduced at the gate
+        self.low: list[Tensor] = []
+        self.high: list[Tensor] = []
+        self.keys = 1
+        self.masked = False
+        self.trouble = ""
+
+    @property
+    def measured(self) -> bool:
+        """Something was captured since the last step."""
+        return bool(self.raw or self.low)
+
+    def clear(self) -> None:
+        """Start a new step."""
+        self.raw = []
+        self.low = []
+        self.high = []
+        self.keys = 1
+        self.masked = False
+        self.seen = False
+
+
+class Where:
+    """The place whose forward is running. Process-wide: so are the functions that ask."""
+
+    __slots__ = ("by_address", "compiled", "lost", "place")
+
+    def __init__(self) -> None:
+        self.place: Place | None = None
+        self.by_address: dict[int, Place] = {}
+        self.compiled = False  # a compiled module has told us where it is
+        self.lost = 0  # calls outside of every place
+
+    def enter(self, place: Place) -> None:
+        """The forward of `place` begins."""
+        place.entered = True
+        place.outer = self.place
+        self.place = place
+
+    def leave(self, place: Place) -> None:
+        """It ended; whatever was inside and raised is over too."""
+        self.place = place.outer
+        place.outer = None
+
+
+WHERE = Where()
+
+
+class _Hook:
+    """A hook that does not travel: in a copy or a pickle of its module it is inert."""
+
+    def __init__(self, place: Place, token: Tensor) -> None:
+        self.place = place
+        self.slot = place.slot
+        self.token = token
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return INERT
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (INERT.func, *INERT.args)
+
+
+class Enter(_Hook):
+    """Forward pre-hook."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            torch.ops.torch_sentinel.enter(self.token, self.slot)
+        else:
+            WHERE.enter(self.place)
+
+
+class Leave(_Hook):
+    """Forward hook."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            torch.ops.torch_sentinel.leave(self.token, self.slot)
+        else:
+            WHERE.leave(self.place)
+
+
+def find(
+    models: Sequence[nn.Module], table: LayerTable, slots: Callable[[int], list[Tensor]]
+) -> list[tuple[nn.Module, Place]]:
+    """Modules that may compute attention, outermost first, each with its place.
+
+    Args:
+        slots: makes so many one-element tensors, whose addresses name the places.
+    """
+    found: list[tuple[nn.Module, str, int, bool, int]] = []
+    seen: set[int] = set()
+    for model in models:
+        rows: dict[str, int] = {}
+        for name, module in model.named_modules():
+            if id(module) in seen or not _may_attend(module):
+                continue
+            seen.add(id(module))
+            around = name
+            row = _anchor(module, table)
+            while row < 0 and around:
+                around = around.rpartition(".")[0]
+                row = rows.get(around, -1)
+            rows[name] = row
+            heads = getattr(module, "num_heads", 0)
+            attention = bool(
+                _ATTENTION.search(name.rpartition(".")[2])
+                or _ATTENTION.search(type(module).__name__)
+            )
+            found.append((module, name, row, attention, heads if isinstance(heads, int) else 0))
+    return [
+        (module, Place(name or type(module).__name__, row, attention, heads, slot))
+        for (module, name, row, attention, heads), slot in zip(
+            found, slots(len(found)), strict=True
+        )
+    ]
+
+
+def _may_attend(module: nn.Module) -> bool:
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    return not type(module).__module__.startswith(("torch.nn.modules.", "torch.ao.nn."))
+
+
+def _anchor(module: nn.Module, table: LayerTable) -> int:
+    rows, layers = table.rows_under(module), table.layers
+    if not rows or len({layers[row].block for row in rows} - {None}) > 1:
+        return -1  # nothing, or a whole stack of blocks: no one row stands for it
+    for row in rows:
+        if _QUERY.match(layers[row].name.rpartition(".")[2]):
+            return row
+    for row in rows:
+        if "norm" not in layers[row].kind.lower() and "norm" not in layers[row].name.lower():
+            return row
+    return rows[0]
