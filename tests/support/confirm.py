@@ -16,15 +16,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 
-def read(directory: Path) -> tuple[dict[str, torch.Tensor], dict]:
-    """The tensors by name, and everything else."""
+def read(directory: Path, rank: int = 0) -> tuple[dict[str, torch.Tensor], dict]:
+    """The tensors by name, whole whoever wrote them; and everything else, as one rank had it."""
     assert (directory / "COMMIT").exists(), "torn"
-    for entry in json.loads((directory / "COMMIT").read_text())["sealed"]["manifests"]:
-        manifest = (directory / entry["name"]).read_bytes()
-        assert f"{zlib.crc32(manifest):08x}" == entry["crc32"], entry["name"]
-        for file in json.loads(manifest)["files"]:
-            data = (directory / file["name"]).read_bytes()
-            assert (len(data), f"{zlib.crc32(data):08x}") == (file["size"], file["crc32"]), file
+    commit = json.loads((directory / "COMMIT").read_text())["sealed"]
+    files = list(commit.get("files", []))  # of all ranks together
+    assert len(commit["manifests"]) == commit["ranks"]
+    for entry in commit["manifests"]:
+        files += [entry, *json.loads((directory / entry["name"]).read_bytes())["files"]]
+    for file in files:
+        data = (directory / file["name"]).read_bytes()
+        assert (len(data), f"{zlib.crc32(data):08x}") == (file["size"], file["crc32"]), file
     reader = dcp.FileSystemReader(directory)
     tensors = {
         name: torch.empty(about.size, dtype=about.properties.dtype)
@@ -33,7 +35,7 @@ def read(directory: Path) -> tuple[dict[str, torch.Tensor], dict]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one process, no torch.distributed: meant
         dcp.load(tensors, storage_reader=reader)
-    rest = torch.load(directory / "rank-0.pt", weights_only=False)
+    rest = torch.load(directory / f"rank-{rank}.pt", weights_only=False)
     return tensors, rest
 
 
