@@ -19,26 +19,34 @@ import os
 import platform
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import torch
 
-from sentinel.core.errors import TraceError
+from sentinel.core.errors import SentinelError, TraceError
 from sentinel.core.policy import Policy
 from sentinel.core.types import Mode
 from sentinel.traces import ledger
-from sentinel.wire import messages
+from sentinel.traces import snapshots as stored
+from sentinel.wire import codec, messages
 from sentinel_hooks import adapters, waiting
 from sentinel_hooks.adapters import plain
 from sentinel_hooks.errors import AttachError, StillHalted
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.ledger_file import Claim, Keeper
-from sentinel_hooks.link import make_link
+from sentinel_hooks.link import Decide, EmbeddedLink, Link, make_link
+from sentinel_hooks.ranks import meeting
+from sentinel_hooks.ranks.agreement import Agreement
+from sentinel_hooks.ranks.council import Council
+from sentinel_hooks.ranks.group import Group, LostError
 from sentinel_hooks.session import PAUSE_FILE, Session, is_attached
 from sentinel_hooks.signals import Signals
 from sentinel_hooks.snapshots import Snapshots
 from sentinel_hooks.status import BlindSpot
+from sentinel_hooks.target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -126,34 +134,151 @@ def attach(
             batch_id=batch_id,
             norm_fn=norm_fn,
         )
-    target = plain.collect(model, optimizer, lr_scheduler, grad_scaler, extra_state)
-    for number, item in enumerate(target.optimizers):
-        if is_attached(item):
-            raise AttachError(
-                f"optimizer {number} is attached already; detach() the other session first, or use "
-                "the one that is there"
-            )
-    _check_options(loss_fn, batch_id, norm_fn, signals, snapshots, record)
-    directory = _directory(run_dir)
+    try:
+        target = plain.collect(model, optimizer, lr_scheduler, grad_scaler, extra_state)
+        for number, item in enumerate(target.optimizers):
+            if is_attached(item):
+                raise AttachError(
+                    f"optimizer {number} is attached already; detach() the other session first, or "
+                    "use the one that is there"
+                )
+        _check_options(loss_fn, batch_id, norm_fn, signals, snapshots, record)
+        directory = _directory(run_dir)
+        chosen = Policy.load(policy).with_mode(mode)
+        _run_id(run_id)
+        table = LayerTable.of(target.models)
+    except SentinelError as error:
+        meeting.decline(str(error))
+        raise
 
     spots: list[BlindSpot] = []
-    ranks = _ranks()
-    if ranks > 1:
+    together = _meet(target, table, chosen)
+    if together.world > 1 and together.group is None:
+        spots.append(BlindSpot(f"{together.world} ranks: {together.why}", _APART))
+        chosen = chosen.with_mode(Mode.OBSERVE)
         mode = Mode.OBSERVE
-        spots.append(
-            BlindSpot(
-                f"{ranks} ranks: this version only observes, because ranks that decide alone could "
-                "act differently",
-                "",
-            )
+    group = together.group
+
+    def begin() -> _Beginning:
+        return _begin(
+            table,
+            chosen,
+            policy=policy,
+            mode=mode,
+            sidecar=sidecar,
+            decide=decide,
+            run_id=run_id,
+            directory=directory,
+            record=record,
+            spots=spots,
         )
-    chosen = Policy.load(policy).with_mode(mode)
+
+    council: Council | None = None
+    if group is None:
+        beginning = begin()
+    else:
+        beginning, council = _begin_together(group, begin, directory, target)
+    session = Session(
+        target,
+        table,
+        keeper=beginning.keeper,
+        run_id=beginning.run,
+        run_dir=directory,
+        link=beginning.link,
+        record=record and (group is None or group.rank == 0),
+        incarnation=beginning.incarnation,
+        loss_fn=loss_fn,
+        signals=signals if signals is not None else Signals(),
+        snapshots=snapshots if snapshots is not None else Snapshots(),
+        batch_id=batch_id,
+        norm_fn=norm_fn,
+        blind_spots=spots,
+        council=council,
+        first_save=beginning.first_save,
+        sharers=int(os.environ.get("LOCAL_WORLD_SIZE") or together.world),
+    )
+    if together.world > 1 and group is None and together.alike:
+        session.stand_aside(f"not all ranks are attached: {together.why}")
+    logger.info(
+        "attached run=%s policy=%s mode=%s layers=%s optimizers=%s rank=%s ranks=%s",
+        session.run_id,
+        session.policy.name,
+        session.policy.mode,
+        len(session.layers),
+        len(target.optimizers),
+        together.rank,
+        together.world,
+    )
+    return session
+
+
+_APART = (
+    "call attach() on every rank, at the same place, with the same arguments; until then this rank "
+    "decides nothing, because ranks that decide alone could act differently"
+)
+
+
+def _meet(target: Target, table: LayerTable, policy: Policy) -> meeting.Met:
+    """All ranks of the run, or this process alone."""
+    if meeting.world_size() == 1:
+        return meeting.Met(0, 1)
+    return meeting.meet(
+        meeting.Paper(
+            layers=codec.digest(repr(table.rows()).encode()).hex(),
+            optimizers=len(target.optimizers),
+            policy=codec.policy_hash(policy).hex(),
+            acts=not any(
+                type(m).__name__ == "FullyShardedDataParallel"
+                for model in target.models
+                for m in model.modules()
+            ),
+        )
+    )
+
+
+@dataclass(slots=True)
+class _Beginning:
+    """What one process knows of its run when it starts; of several ranks, rank 0."""
+
+    run: str
+    incarnation: str
+    link: Link
+    keeper: Keeper
+    first_save: int = 0
+
+
+class _Hello(msgspec.Struct):
+    """From rank 0 to the others, once."""
+
+    run: str = ""
+    incarnation: str = ""
+    policy: bytes = b""
+    sidecar: bool = False
+    step: int = 0
+    ledger: bytes = b""  # a state with cold statistics, of a run that was found
+    paused: bool = False
+    first_save: int = 0
+    error: str = ""
+
+
+def _begin(
+    table: LayerTable,
+    chosen: Policy,
+    *,
+    policy: Any,
+    mode: Any,
+    sidecar: str | None,
+    decide: str | None,
+    run_id: str | None,
+    directory: Path,
+    record: bool,
+    spots: list[BlindSpot],
+) -> _Beginning:
     run, named = _run_id(run_id)
     writes = (record or named) and _first_rank()
     claim = _claim(directory / run, run) if named and writes else None
     found = _found(directory / run, run, spots) if named else None
     incarnation = secrets.token_hex(4)  # os.urandom: no global generator moves
-    table = LayerTable.of(target.models)
     link = make_link(
         sidecar,
         decide,
@@ -183,31 +308,76 @@ def attach(
         enabled=writes,
         claim=claim,
     )
-    session = Session(
-        target,
-        table,
-        keeper=keeper,
-        run_id=run,
-        run_dir=directory,
-        link=link,
-        record=record,
-        incarnation=incarnation,
-        loss_fn=loss_fn,
-        signals=signals if signals is not None else Signals(),
-        snapshots=snapshots if snapshots is not None else Snapshots(),
-        batch_id=batch_id,
-        norm_fn=norm_fn,
-        blind_spots=spots,
+    return _Beginning(run, incarnation, link, keeper)
+
+
+def _begin_together(
+    group: Group, begin: Callable[[], _Beginning], directory: Path, target: Target
+) -> tuple[_Beginning, Council]:
+    """Rank 0 begins the run and tells the others; its error is everybody's.
+
+    Raises:
+        AttachError: rank 0 cannot attach, on all ranks; or the ranks lost each other.
+    """
+    hello = _Hello()
+    beginning: _Beginning | None = None
+    failed: Exception | None = None
+    if group.rank == 0:
+        try:
+            beginning = begin()
+            beginning.first_save = _highest_save(directory / beginning.run) + 1
+            state = beginning.keeper.state()
+            status = beginning.link.status()
+            hello = _Hello(
+                run=beginning.run,
+                incarnation=beginning.incarnation,
+                policy=codec.encode_policy(beginning.link.policy),
+                sidecar=bool(status.url) and status.decide is Decide.SIDECAR,
+                ledger=codec.encode_state(state) if beginning.keeper.found is not None else b"",
+                paused=beginning.keeper.paused_by_file,
+                first_save=beginning.first_save,
+            )
+        except Exception as error:  # noqa: BLE001  it is raised below, on all ranks
+            failed = error
+            hello = _Hello(error=f"{type(error).__name__}: {error}")
+    try:
+        told = group.tell_any(msgspec.msgpack.encode(hello) if group.rank == 0 else None)
+        hello = msgspec.msgpack.decode(told, type=_Hello)
+    except LostError as error:
+        raise AttachError(
+            f"the ranks lost each other while attaching ({error}); the run can go on without "
+            "sentinel"
+        ) from error
+    if failed is not None:
+        group.close("rank 0 cannot attach")
+        raise failed
+    if hello.error:
+        group.close("rank 0 cannot attach")
+        raise AttachError(f"rank 0 cannot attach: {hello.error}")
+    if beginning is None:
+        policy = codec.decode_policy(hello.policy)
+        keeper = Keeper(
+            directory / hello.run,
+            run=hello.run,
+            incarnation=hello.incarnation,
+            policy=policy,
+            enabled=False,
+        )
+        keeper.paused_by_file = hello.paused
+        if hello.ledger:
+            keeper.begin_with = codec.decode_state(hello.ledger)
+        beginning = _Beginning(
+            hello.run, hello.incarnation, EmbeddedLink(policy), keeper, hello.first_save
+        )
+    agreement = Agreement(group, len(LayerTable.of(target.models)))
+    sharded = any(hasattr(p, "device_mesh") for m in target.models for p in m.parameters())
+    return beginning, Council(
+        agreement, sidecar=hello.sidecar, store=meeting.store_of_this_meeting, sharded=sharded
     )
-    logger.info(
-        "attached run=%s policy=%s mode=%s layers=%s optimizers=%s",
-        run,
-        session.policy.name,
-        session.policy.mode,
-        len(session.layers),
-        len(target.optimizers),
-    )
-    return session
+
+
+def _highest_save(directory: Path) -> int:
+    return max((s.number for s in stored.list_snapshots(directory)), default=-1)
 
 
 def _attach_trainer(trainer: Any, *, loss_fn: Any, **options: Any) -> Session:
@@ -404,8 +574,3 @@ def _first_rank() -> bool:
 def _new_run_id() -> str:
     now = dt.datetime.now(dt.UTC)
     return f"r{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-
-
-def _ranks() -> int:
-    dist = torch.distributed
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

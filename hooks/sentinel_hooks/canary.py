@@ -344,6 +344,10 @@ class Canary:
 
     # -- asking ------------------------------------------------------------------------------
 
+    def ready(self, step: int) -> bool:
+        """A batch is kept that is old enough to be asked."""
+        return any(step - recording.step >= self._age for recording in self._kept)
+
     def answer(self, step: int) -> CanaryAnswer | None:
         """Recompute the newest batch that is old enough; None if there is none."""
         for recording in reversed(self._kept):

@@ -191,6 +191,7 @@ class Keeper:
         self._enabled = enabled
         self._claim = claim
         self.found = found
+        self.begin_with: State | None = None  # another rank than 0: what rank 0 has found
         self.paused_by_file = found.paused_by_file if found is not None else False
         self.trouble = ""
         self.told = ""  # about the lineage
@@ -206,6 +207,8 @@ class Keeper:
 
     def state(self) -> State:
         """What the process starts with: the ledger as it was left, statistics cold."""
+        if self.begin_with is not None:
+            return self.begin_with
         if self.found is None:
             return engine.initial()
         return State(self.found.step, Stats(), self.found.ledger)

@@ -1,8 +1,10 @@
 """The observer: from backward passes and clips to one Observation per logical step.
 
     observer.before_backward(), after_backward(), on_clip(), zeroed()     the seams call these
-    observation, canary_loss = observer.observe(step, attempt, members, canary_loss)
-    observer.used()                                                      the step was decided
+    measured = observer.measure(members, canary_loss)    this rank's part, in one read
+    observation = alone(measured, step, commands)        one process: that is all there is
+    observation = together(heard, note, step)            several ranks: what all of them said
+    observer.used()                                      the step was decided
 
 It keeps the roots of backward passes that moved gradients of ours, until they are used by a
 decision or the gradients are dropped. The loss of a step is the sum of its roots: loops that
@@ -11,7 +13,7 @@ accumulate divide each by their number, as gradients add up.
 With several optimizers each root and each gradient belongs to some of them (bits of an int), so
 that a decision looks only at gradients newer than their optimizer's last step.
 
-Purity:  only observe() and late_nonfinite() wait for the device; observe() once.
+Purity:  only measure() and late_nonfinite() wait for the device; measure() once.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +30,12 @@ import torch
 from torch import Tensor, nn
 
 from sentinel.core.types import LAYER_GRAD_NORM, NO_COLUMNS, Column, Command, Observation
-from sentinel_hooks import reduce
 from sentinel_hooks.guard import Guard
 from sentinel_hooks.layers import LayerTable
-from sentinel_hooks.probes.grads import GradProbe, tensor_norms
+from sentinel_hooks.probes.grads import Float64, GradProbe, local, tensor_norms
 from sentinel_hooks.probes.read import read
+from sentinel_hooks.ranks.agreement import Heard
+from sentinel_hooks.ranks.council import Note
 from sentinel_hooks.scaling import left_scale, loss_scale
 from sentinel_hooks.signals import Signals
 from sentinel_hooks.target import Target
@@ -50,6 +53,27 @@ class _Root:
 
     value: Tensor
     members: int
+
+
+@dataclass(slots=True)
+class Measured:
+    """One rank's part of an Observation; None where nothing was measured.
+
+    Attributes:
+        canary_loss: the recorded batch's own loss, which is read with the rest.
+        total_sq, layer_sq_L: squares of norms; with several ranks this rank's share of them.
+        params_bad: some parameter is not finite; None when nobody looked.
+    """
+
+    loss: float | None = None
+    canary_loss: float | None = None
+    lr: float | None = None
+    loss_scale: float | None = None
+    shape: tuple[int, ...] = ()
+    total_sq: float | None = None
+    layer_sq_L: Float64 | None = None
+    params_bad: bool | None = None
+    batch_id: str = ""
 
 
 class Faint:
@@ -91,7 +115,7 @@ class Observer:
         signals: Signals,
         batch_id: Callable[[], str] | None = None,
         norm_fn: Callable[[], Any] | None = None,
-        reducer: reduce.Reducer = reduce.alone,
+        world: int = 1,
     ) -> None:
         """Watch `target`'s gradients while `awake()`."""
         self._target = target
@@ -100,11 +124,9 @@ class Observer:
         self._signals = signals
         self._batch_id = batch_id
         self._norm_fn = norm_fn
-        self._reduce = reducer
-        self._layers = len(table)
-        self._seq = 0
+        self._world = world
         self._roots: list[_Root] = []
-        self.probe = GradProbe(target.optimizers, table)
+        self.probe = GradProbe(target.optimizers, table, world)
         self.fresh = 0  # bits: gradients moved since the optimizer's last gate
         self.newer = 0  # bits: gradients moved since the decision of this logical step
         self.rows = -1  # of the last training forward's first tensor
@@ -220,18 +242,12 @@ class Observer:
 
     # -- measuring ---------------------------------------------------------------------------
 
-    def observe(
-        self,
-        step: int,
-        attempt: int,
-        members: Sequence[int],
-        canary_loss: Tensor | None,
-        commands: tuple[Command, ...],
-    ) -> tuple[Observation, float | None]:
-        """Everything about this step, and the value of `canary_loss`, in one read.
+    def measure(self, members: Sequence[int], canary_loss: Tensor | None) -> Measured:
+        """Everything about this step that this rank knows, in one read.
 
         Args:
             members: the optimizers whose gradients take part.
+            canary_loss: to be read together with the rest.
         """
         scaler = self._target.live_scaler
         scales = {m: left_scale(self._target, m) for m in members} if scaler is not None else None
@@ -259,45 +275,60 @@ class Observer:
 
         norms = self.probe.resolve(pending, vectors)
         check = loss is not None and not math.isfinite(loss)
-        self._seq += 1
-        together = reduce.unpack(
-            self._reduce(
-                reduce.pack(
-                    reduce.Part(
-                        attempt=attempt,
-                        seq=self._seq,
-                        loss=loss,
-                        total_sq=norms.total_sq if norms is not None else None,
-                        layer_sq_L=norms.layer_sq_L if norms is not None else None,
-                        params_bad=check and not self._params_finite(),
-                    ),
-                    self._layers,
-                )
-            )
-        )
-        norm: float | None = None
-        columns = NO_COLUMNS
-        if together.total_sq is not None and together.layer_sq_L is not None:
-            norm = math.sqrt(together.total_sq)
-            if self._signals.layer_grad_norm:
-                column_L: Column = np.sqrt(together.layer_sq_L).astype(np.float32)
-                columns = {LAYER_GRAD_NORM: column_L}
-        if self._norm_fn is not None:
-            norm = self._guard.run("norm_fn", _number, self._norm_fn)
-        observation = Observation(
-            step=step,
-            loss=together.loss,
-            grad_norm=norm,
+        measured = Measured(
+            loss=loss,
+            canary_loss=canary_value,
             lr=float(lr) if lr is not None else None,
             loss_scale=scale,
-            params_finite=not together.params_bad if check else None,
             shape=(losses, self.rows) if self.rows >= 0 else (losses,),
-            commands=commands,
-            blind=together.blind,
+            total_sq=norms.total_sq if norms is not None else None,
+            layer_sq_L=norms.layer_sq_L if norms is not None else None,
+            params_bad=not self._params_finite() if check else None,
             batch_id=self._named(),
-            columns=columns,
         )
-        return observation, canary_value
+        if self._norm_fn is not None:
+            norm = self._guard.run("norm_fn", _number, self._norm_fn)
+            measured.total_sq = None if norm is None else norm * norm / self._world
+        return measured
+
+    def alone(self, measured: Measured, step: int, commands: tuple[Command, ...]) -> Observation:
+        """The observation of a single process."""
+        return Observation(
+            step=step,
+            loss=measured.loss,
+            grad_norm=math.sqrt(measured.total_sq) if measured.total_sq is not None else None,
+            lr=measured.lr,
+            loss_scale=measured.loss_scale,
+            params_finite=None if measured.params_bad is None else not measured.params_bad,
+            shape=measured.shape,
+            commands=commands,
+            batch_id=measured.batch_id,
+            columns=self._columns(measured.layer_sq_L),
+        )
+
+    def together(self, heard: Heard, note: Note, step: int) -> Observation:
+        """The observation of several ranks: equal on each, as what they heard is."""
+        if heard.blind:
+            return Observation(step, blind=True, commands=note.orders)
+        check = heard.loss is not None and not math.isfinite(heard.loss)
+        return Observation(
+            step=step,
+            loss=heard.loss,
+            grad_norm=math.sqrt(heard.total_sq) if heard.total_sq is not None else None,
+            lr=note.lr,
+            loss_scale=note.scale,
+            params_finite=not heard.params_bad if check else None,
+            shape=note.shape,
+            commands=note.orders,
+            batch_id=note.batch,
+            columns=self._columns(heard.layer_sq_L),
+        )
+
+    def _columns(self, layer_sq_L: Float64 | None) -> Mapping[str, Column]:
+        if layer_sq_L is None or not self._signals.layer_grad_norm:
+            return NO_COLUMNS
+        column_L: Column = np.sqrt(layer_sq_L).astype(np.float32)
+        return {LAYER_GRAD_NORM: column_L}
 
     def _named(self) -> str:
         named = self._batch_id
@@ -317,7 +348,7 @@ class Observer:
     def _params_finite(self) -> bool:
         """Only asked when the loss is not finite: one pass over all parameters."""
         dense = [
-            p.detach()
+            local(p.detach())
             for model in self._target.models
             for p in model.parameters()
             if not nn.parameter.is_lazy(p) and p.is_floating_point()

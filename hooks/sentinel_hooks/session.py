@@ -18,8 +18,12 @@ new, and the others follow it. A later gate whose gradients are newer than the d
 only checked for non-finite ones and held back on its own. An optimizer that has not stepped for
 DORMANT steps is not waited for.
 
+Several ranks do the same thing in the same step (ranks/): at the gate all enter one reduce,
+whatever has failed on any of them, and everything from the observation on is computed from what
+they heard, which is equal everywhere. Rank 0 alone records, keeps the ledger and asks the sidecar.
+
 Errors:  from attach() on nothing of ours raises into the loop (guard.py), except TrainingHalted
-         where a policy may halt.
+         where a policy may halt, or where ranks have parted.
 """
 
 from __future__ import annotations
@@ -37,27 +41,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from sentinel.core import engine
-from sentinel.core.events import (
-    AutomationSet,
-    Event,
-    Restored,
-    RestoreFailed,
-    SnapshotLost,
-    SnapshotTaken,
-)
+from sentinel.core.events import AutomationSet, Event
 from sentinel.core.policy import CanaryMode, Policy
-from sentinel.core.state import State, Stats
+from sentinel.core.state import State
 from sentinel.core.types import (
     Action,
-    CanaryAnswer,
+    Command,
     Decision,
-    Mode,
     Observation,
     Outcome,
     Protection,
@@ -65,14 +61,17 @@ from sentinel.core.types import (
 )
 from sentinel.traces.ledger import HALTED
 from sentinel.traces.recorder import Recorder
-from sentinel_hooks import configuration
+from sentinel.wire import codec
+from sentinel_hooks import configuration, telling
 from sentinel_hooks.canary import Canary
-from sentinel_hooks.errors import HALT_EXIT_CODE, AttachError
+from sentinel_hooks.errors import HALT_EXIT_CODE, AttachError, TrainingHalted
 from sentinel_hooks.guard import Guard
 from sentinel_hooks.layers import LayerTable
-from sentinel_hooks.ledger_file import Keeper, Resumed, fingerprint
+from sentinel_hooks.ledger_file import Keeper, fingerprint
 from sentinel_hooks.link import EmbeddedLink, Link
-from sentinel_hooks.observe import Faint, Observer
+from sentinel_hooks.observe import Faint, Measured, Observer
+from sentinel_hooks.ranks.council import Council, Note
+from sentinel_hooks.saving import Saving
 from sentinel_hooks.scaling import kernel_will_drop, scaler_dropped
 from sentinel_hooks.seams.clip_tap import CLIP_TAP
 from sentinel_hooks.seams.gate import Gate, ScalerTap, StepPlan
@@ -80,8 +79,6 @@ from sentinel_hooks.seams.loss_tap import LOSS_TAP
 from sentinel_hooks.seams.safe_point import ForwardTap
 from sentinel_hooks.signals import Signals
 from sentinel_hooks.snapshots import Snapshots
-from sentinel_hooks.snapshots.disk import Adopted, DiskStore, Failed
-from sentinel_hooks.snapshots.ram import NotReadyError, RamStore, SnapshotError
 from sentinel_hooks.snapshots.running import RunningStats
 from sentinel_hooks.status import BlindSpot, Status
 from sentinel_hooks.target import Target
@@ -99,6 +96,8 @@ TOLERATED = frozenset(
 )
 
 _PROCEED = StepPlan()
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -154,8 +153,17 @@ class Session:
         norm_fn: Callable[[], Any] | None = None,
         blind_spots: Sequence[BlindSpot] = (),
         clock: Callable[[], float] = time.perf_counter,
+        council: Council | None = None,
+        first_save: int = 0,
+        sharers: int = 1,
     ) -> None:
-        """Use attach()."""
+        """Use attach().
+
+        Args:
+            council: with several ranks, this one's seat.
+            first_save: number of the first save to disk, equal on all ranks.
+            sharers: ranks on this machine.
+        """
         self.run_id = run_id
         self.run_dir = run_dir
         self.directory = run_dir / run_id
@@ -167,6 +175,7 @@ class Session:
         self._given_spots = tuple(blind_spots)
         self._clock = clock
         self._loss_fn = loss_fn
+        self._council = council
         self._keeper = keeper or Keeper(
             self.directory,
             run=run_id,
@@ -184,19 +193,27 @@ class Session:
             signals=signals,
             batch_id=batch_id,
             norm_fn=norm_fn,
+            world=council.world if council is not None else 1,
         )
-        self._store = RamStore(target, snapshots)
         self._running = RunningStats(target.models)
         self._running_of = -1  # the step before which they were kept
-        self._disk = DiskStore(
+        self._saving = Saving(
             target,
             snapshots,
             self.directory,
+            self,
+            self._guard,
+            self._keeper,
             run=run_id,
             policy=self.policy,
             incarnation=incarnation,
             first_step=self._state.step,
+            council=council,
+            sharers=sharers,
+            first_number=first_save,
+            clock=clock,
         )
+        self._store, self._disk = self._saving.ram, self._saving.disk
         self._canary = (
             Canary(target.models, self.policy.canary.age, loss_fn)
             if self.policy.canary.mode is CanaryMode.ON
@@ -223,13 +240,15 @@ class Session:
         self._forwards = 0  # since the last gate
         self._forwards_usual = 0  # most of one step so far
         self._unseen = 0  # steps in a row without any
-        self._first_snapshot_due = snapshots.ram or self._disk.enabled
         self._snapshot_due = False
-        self._snapshot_trouble = ""
         self._restore_due: Decision | None = None
-        self._resume_due = True  # the weights are compared with those that the run has known
+        self._deferred: tuple[int, str] | None = None  # a rollback of the processes before
         self._halted = False
+        # Several ranks: whether this gate has entered the reduce, and has run to its end.
+        self._entered = False
+        self._gate_ended = False
         self._pause_looked = self._state.step - PAUSE_EVERY
+        self._paused = self._keeper.paused_by_file
         self._record_trouble = ""
         self._recorder = self._open_recorder(incarnation) if record else None
 
@@ -266,6 +285,13 @@ class Session:
         self._detached = True
         self._open = self._recorder = self._restore_due = None
         self._link = EmbeddedLink(self.policy)
+        self._council = None
+
+    def stand_aside(self, why: str) -> None:
+        """Take the hooks out again: this process shall train unattached, and status() says why."""
+        self._off = why
+        logger.error("not attached, training goes on unprotected run=%s why=%s", self.run_id, why)
+        self.detach()
 
     def __del__(self) -> None:
         """The user let go of model, optimizer and session: so do we."""
@@ -314,7 +340,7 @@ class Session:
         canary = self._canary
         if canary is None or not self._awake() or not torch.is_grad_enabled():
             return self._loss_fn(*args, **kwargs)
-        self._masked_run("safe_point", self._maybe_safe_point)
+        self._reach_safe_point()
         self._guard.run("canary", self._record, self._loss_fn, args, kwargs, True)
         output = self._loss_fn(*args, **kwargs)
         self._guard.run("canary", canary.end, output, self._loss_fn, outside=True)
@@ -345,6 +371,8 @@ class Session:
             late_skips=self._late_skips,
             internal_errors=dict(self._guard.counts),
             directory=str(self.directory) if self._recorder is not None else "",
+            rank=self._council.rank if self._council is not None else 0,
+            ranks=self._council.world if self._council is not None else 1,
             lineage=self._keeper.told,
         )
 
@@ -393,8 +421,8 @@ class Session:
             self._guard.run("detach", self._canary.remove)
         for optimizer in self._target.optimizers:
             _attached.discard(optimizer)
-        self._guard.run("snapshot", self._close_disk)
-        self._store.clear()
+        self._guard.run("snapshot", self._saving.close)
+        self._saving.clear()
         self._running.clear()
         self._observer.used()
         self._close()
@@ -412,11 +440,12 @@ class Session:
     def on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward tap: a training forward begins."""
         if not self._awake() or torch._C._current_graph_task_id() != -1:
+            self._look_after_loss()
             return  # the second: recomputed inside a backward pass
         self._forwards += 1
         if self._forwards % LOOK_EVERY == 0:
             self._guard.run("status", self._tell_blind_spots)
-        self._masked_run("safe_point", self._maybe_safe_point)
+        self._reach_safe_point()
         self._observer.rows = _rows(args, kwargs)
         if self._canary is not None:
             self._guard.run("canary", self._record, module, args, kwargs, False)
@@ -434,7 +463,7 @@ class Session:
         if not self._awake():
             return
         self._forwards += 1
-        self._masked_run("safe_point", self._maybe_safe_point)
+        self._reach_safe_point()
         if batch:
             self._observer.rows = _rows(batch, {})
 
@@ -455,6 +484,24 @@ class Session:
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> StepPlan | None:
         """Gate: gradients are final; what shall be done with this step?"""
+        self._entered = self._gate_ended = False
+        plan = self._before_step(optimizer, closure)
+        self._gate_ended = True
+        return plan
+
+    def keep_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gate: with several ranks, enter the reduce even if everything above has failed."""
+        if self._council is None or self._gate_ended or self._entered or not self.listening():
+            return
+        me = self._index[id(optimizer)]
+        if self._done and me not in self._done:
+            return  # a later optimizer of the group: its decision has been made
+        self._done = {me}
+        self._plan = _PROCEED
+        self._agree(None, ())
+        self._guard.run("gate", self._observer.used)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> StepPlan | None:
         began = self._clock()
         observer, me = self._observer, self._index[id(optimizer)]
         bit = 1 << me
@@ -477,7 +524,7 @@ class Session:
         if first:
             return self._plan
         observer.forget(bit)
-        if (newer or self._each) and not self._plan.hold and observer.late_nonfinite(me):
+        if (newer or self._each) and not self._plan.hold and self._late_nonfinite(me):
             self._late_skips += 1
             logger.warning(
                 "held back one optimizer of the group, its gradients are not finite run=%s "
@@ -502,67 +549,51 @@ class Session:
         if plan.halt:
             self._masked_run("ledger", self._halt, plan.halt)
         if self._unseen and self._all_stepped():
-            self._masked_run("safe_point", self._safe_point)
+            self._run_safe_point(self._safe_point)
 
     def _decide(self, began: float, me: int) -> None:
         """Observe, decide, and open the step."""
-        self._home = threading.get_ident()
-        self._steps += 1
-        if self._steps % LOOK_EVERY == 0:
-            self._guard.run("status", self._tell_blind_spots)
-        self._unseen = 0 if self._forwards else self._unseen + 1
-        self._forwards_usual = max(self._forwards_usual, self._forwards)
-        self._forwards = 0
-        if self._resume_due:
-            self._masked_run("ledger", self._resume)
-        if self._first_snapshot_due:  # lazy parameters made it wait
-            self._masked_run("snapshot", self._take_first)
-        members = self._taking_part(me)
-        canary = self._canary
-        measured = self._guard.run(
-            "measure",
-            self._observer.observe,
-            self._state.step,
-            self._state.ledger.attempt,
-            members,
-            canary.pending_loss if canary is not None else None,
-            self._link.take_commands(),
-        )
-        # Measuring failed: say so, and decide on nothing.
-        observation, canary_loss = measured or (Observation(self._state.step, blind=True), None)
-        self._observer.used()
-        if engine.wants_canary(self._state, observation, self.policy) and canary is not None:
-            answer: CanaryAnswer | None = self._masked_run(
-                "canary", canary.answer, self._state.step
+        prepared = self._guard.run("gate", self._prelude, me)
+        members, measured, commands = prepared or ([me], None, ())
+        if self._council is None:
+            observation = (
+                self._observer.alone(measured, self._state.step, commands)
+                if measured is not None
+                # Measuring failed: say so, and decide on nothing.
+                else Observation(self._state.step, commands=commands, blind=True)
             )
+            ready = True
+        else:
+            agreed = self._agree(measured, commands)
+            if agreed is None:
+                return
+            observation, ready = agreed
+        self._observer.used()
+        canary = self._canary
+        if self._surely(engine.wants_canary, self._state, observation, self.policy) and canary:
+            answer = None
+            if ready:
+                answer = self._masked_run("canary", canary.answer, self._state.step)
+                if self._council is not None:
+                    answer = self._council.canary(answer)
             if answer is not None:
                 observation = dataclasses.replace(observation, canary=answer)
-        own = engine.decide(self._state, observation, self.policy)
-        decision, source = self._link.decide(observation, own, self._state)
+        own = self._surely(engine.decide, self._state, observation, self.policy)
+        decided = self._ask(observation, own)
+        if decided is None:
+            return
+        decision, source = decided
         self._last = decision
         if canary is not None:
-            self._guard.run("canary", _keep_batch, canary, decision, canary_loss)
-        executed = decision.action
-        self._each = False
-        # With a loss far above its baseline it is no routine: nothing of such a step is applied.
-        calm = not decision.readings.spike_score > self.policy.spike.z_stay
-        if executed is Action.SKIP_STEP and _routine_overflow(observation):
-            if any(kernel_will_drop(self._target.optimizers[m]) for m in members):
-                if calm or len(members) == 1:
-                    executed = Action.PROCEED  # the scaler's business: it drops the step by itself
-            elif (
-                calm
-                and self._target.live_scaler is not None
-                and len(members) > 1
-                and not self._observer.late_nonfinite(me)
-            ):
-                # Another optimizer overflowed: the scaler leaves its step() out and this one in,
-                # as it does unattached. Should it come all the same, it is looked at by itself.
-                executed, self._each = Action.PROCEED, True
+            loss = measured.canary_loss if measured is not None else None
+            self._guard.run("canary", _keep_batch, canary, decision, loss)
+        executed = self._executed(decision, observation, members, me)
         held = executed is not Action.PROCEED
         if held and self._running_of == observation.step:
             self._guard.run("act", self._running.put_back)
         halt = decision.reason if executed is Action.HALT else ""
+        if self._council is not None and self._council.halt:
+            held, halt = True, self._council.halt
         self._plan = StepPlan(hold=held, lr_factor=decision.lr_factor, halt=halt)
         self._open = _OpenStep(observation, decision, source, executed, self._clock() - began)
         in_a_row = self._state.ledger.skip_run + 1
@@ -576,6 +607,164 @@ class Session:
                 decision.rule,
                 decision.reason,
             )
+
+    def _prelude(self, me: int) -> tuple[list[int], Measured | None, tuple[Command, ...]]:
+        """Everything before the decision that concerns this rank alone; any of it may fail."""
+        self._home = threading.get_ident()
+        self._steps += 1
+        if self._steps % LOOK_EVERY == 0:
+            self._guard.run("status", self._tell_blind_spots)
+        self._unseen = 0 if self._forwards else self._unseen + 1
+        self._forwards_usual = max(self._forwards_usual, self._forwards)
+        self._forwards = 0
+        saving = self._saving
+        if saving.resume_due:
+            self._masked_run("ledger", saving.resume)
+        if saving.first_due:  # lazy parameters made it wait
+            self._masked_run("snapshot", saving.take_first)
+        members = self._taking_part(me)
+        pending = self._canary.pending_loss if self._canary is not None else None
+        measured = self._guard.run("measure", self._observer.measure, members, pending)
+        return members, measured, self._link.take_commands()
+
+    def _agree(
+        self, measured: Measured | None, commands: tuple[Command, ...]
+    ) -> tuple[Observation, bool] | None:
+        """Several ranks: the observation that all share; None: they have stopped, all of them."""
+        council, saving = self._council, self._saving
+        assert council is not None
+        self._entered = True
+        ready = self._canary is not None and self._canary.ready(self._state.step)
+        note = Note()
+        if council.rank == 0:
+            if measured is not None:
+                note = Note(
+                    lr=measured.lr,
+                    scale=measured.loss_scale,
+                    shape=measured.shape,
+                    batch=measured.batch_id,
+                )
+            note.orders = commands
+            note.paused = self._paused
+            note = saving.add_to(note)
+        heard_note = council.step(
+            measured, saving.facts(ready=ready), note, attempt=self._state.ledger.attempt
+        )
+        if heard_note is None:
+            self._switch_off(council.off)
+            return None
+        heard, note = heard_note
+        if note.state:
+            told = council.state(saving.restarted(), note.state)
+            if told is None:
+                self._switch_off(council.off)
+                return None
+            if council.rank:
+                self._surely(saving.follow_rank_0, codec.decode_state(told))
+        if note.restore is not None:
+            self._deferred = note.restore
+        self._surely(saving.heard, heard, note)
+        if note.paused != self._keeper.paused_by_file:
+            self._keeper.paused_by_file = note.paused
+            self.note(AutomationSet(self._state.step, note.paused, f"file {PAUSE_FILE}"))
+        observation = self._surely(self._observer.together, heard, note, self._state.step)
+        return observation, heard.ready == heard.ranks
+
+    def _ask(self, observation: Observation, own: Decision) -> tuple[Decision, Source] | None:
+        """The sidecar's answer, or the own decision; None: the ranks have stopped together."""
+        council = self._council
+        if council is None:
+            return self._link.decide(observation, own, self._state)
+        decision, source = own, Source.TRAINER
+        if council.rank == 0:
+            asked = self._guard.run("link", self._link.decide, observation, own, self._state)
+            if asked is not None:
+                decision, source = asked
+        if not council.sidecar:
+            return decision, source
+        payload = None
+        if council.rank == 0 and decision is not own and decision != own:
+            payload = codec.encode_decision(decision)
+        told = council.answer(payload, source is Source.SIDECAR)
+        if told is None:
+            self._switch_off(council.off)
+            return None
+        decided, other = told
+        if other is not None:
+            return codec.decode_decision(other), Source.SIDECAR
+        return own, Source.SIDECAR if decided else Source.TRAINER
+
+    def _executed(
+        self, decision: Decision, observation: Observation, members: list[int], me: int
+    ) -> Action:
+        """The decision's action, unless the scaler is about to do the same by itself."""
+        executed = decision.action
+        self._each = False
+        # With a loss far above its baseline it is no routine: nothing of such a step is applied.
+        calm = not decision.readings.spike_score > self.policy.spike.z_stay
+        if executed is Action.SKIP_STEP and _routine_overflow(observation):
+            if any(kernel_will_drop(self._target.optimizers[m]) for m in members):
+                if calm or len(members) == 1:
+                    executed = Action.PROCEED  # the scaler's business: it drops the step by itself
+            elif (
+                calm
+                and self._target.live_scaler is not None
+                and len(members) > 1
+                and not self._late_nonfinite(me)
+            ):
+                # Another optimizer overflowed: the scaler leaves its step() out and this one in,
+                # as it does unattached. Should it come all the same, it is looked at by itself.
+                executed, self._each = Action.PROCEED, True
+        return executed
+
+    def _late_nonfinite(self, me: int) -> bool:
+        """On any rank."""
+        mine = self._observer.late_nonfinite(me)
+        return mine if self._council is None else not self._council.all_finite(not mine)
+
+    def _surely(self, body: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """A pure function of what all ranks share: if it fails here, it is asked again.
+
+        What fails on one rank alone (no memory for a moment) must not make this rank act alone.
+        """
+        try:
+            return body(*args, **kwargs)
+        except Exception as error:
+            if self._council is None:
+                raise
+            self._guard.note("again", error)
+        try:
+            return body(*args, **kwargs)
+        except Exception:
+            self._council.want_off(self._guard.last)
+            raise
+
+    def _switch_off(self, why: str) -> None:
+        """All ranks hear it at the same step; this one goes on without us, as they do."""
+        self._plan = _PROCEED
+        self._open = None
+        if self._off:
+            return
+        self._off = why
+        step = self._state.step
+        if self._council is not None:
+            self._council.carried_out(step, Action.PROCEED.name, True, 1.0)
+        logger.error(
+            "sentinel switched itself off, training goes on unprotected run=%s step=%s why=%s",
+            self.run_id,
+            step,
+            why,
+        )
+
+    def _look_after_loss(self) -> None:
+        """The group is gone: were the ranks still alike when it went?"""
+        council = self._council
+        if council is None or not self._off or self._detached or self._masked:
+            return
+        if council.look(self._state.step + self._forwards):
+            self._masked_run("ledger", self._halt, council.halt)
+            raise TrainingHalted(council.halt)
+        self._forwards += 1
 
     def _taking_part(self, me: int) -> list[int]:
         """Optimizers whose gradients belong to this decision."""
@@ -638,7 +827,13 @@ class Session:
         observation, decision = open_.observation, open_.decision
         outcome = Outcome(observation.step, open_.executed, open_.applied, open_.source)
         before = self._state.ledger
-        self._state = engine.apply(self._state, observation, decision, outcome, self.policy)
+        self._state = self._surely(
+            engine.apply, self._state, observation, decision, outcome, self.policy
+        )
+        if self._council is not None:
+            self._council.carried_out(
+                observation.step, outcome.executed.name, outcome.applied, decision.lr_factor
+            )
         self._keeper.settled(observation, decision, outcome)
         self._keeper.moved(before, self._state)  # before a restore or a halt is carried out
         self._snapshot_due = decision.take_snapshot and open_.applied
@@ -656,9 +851,24 @@ class Session:
         self._link.settled(observation, decision, outcome)
         self._prune()
 
-    def _note(self, event: Event) -> None:
+    @property
+    def now(self) -> State:
+        """The engine's state as it is; see `state`."""
+        return self._state
+
+    def adopt_state(self, state: State) -> None:
+        """The run was restarted, and this is what it goes on with."""
+        self._state = state
+        if self._recorder is not None:
+            try:
+                self._recorder.restate(state)
+            except OSError as error:
+                self._trace_failed(error)
+
+    def note(self, event: Event) -> None:
+        """Something happened between two steps: move the state on it, and tell everybody."""
         before = self._state.ledger
-        self._state = engine.note(self._state, event, self.policy)
+        self._state = self._surely(engine.note, self._state, event, self.policy)
         self._keeper.moved(before, self._state)
         if self._recorder is not None:
             try:
@@ -669,8 +879,35 @@ class Session:
         self._prune()
 
     def _prune(self) -> None:
-        self._store.keep_only(s.step for s in self._state.ledger.snapshots)
-        self._disk.follow(self._state.ledger)
+        self._saving.prune()
+
+    def _reach_safe_point(self) -> None:
+        self._run_safe_point(self._maybe_safe_point)
+
+    def _run_safe_point(self, body: Callable[[], None]) -> None:
+        """With several ranks the collectives of a safe point are entered whatever fails here."""
+        council = self._council
+        if council is None:
+            self._masked_run("safe_point", body)
+            return
+        halting = bool(council.halt)
+        due = self._rollback_due()
+        self._masked_run("safe_point", body)
+        if due is not None and self._restore_due is due and not self._off:
+            # It failed before the rollback: the others wait for this rank's vote.
+            self._restore_due = None
+            self._masked_run("safe_point", self._saving.restore, due)
+        if council.off and not self._off:
+            self._switch_off(council.off)
+        if council.halt and not halting:
+            logger.error("the ranks have parted run=%s why=%s", self.run_id, council.halt)
+
+    def _rollback_due(self) -> Decision | None:
+        """The rollback that the next safe point is to carry out, settled or not."""
+        open_ = self._open
+        if open_ is not None and open_.complete and open_.executed is Action.ROLLBACK:
+            self._restore_due = open_.decision
+        return self._restore_due
 
     def _maybe_safe_point(self) -> None:
         """A training forward begins: is this the first after the step?"""
@@ -685,89 +922,30 @@ class Session:
 
     def _safe_point(self) -> None:
         """Between two steps: nothing of the last is pending, nothing of the next has begun."""
-        self._settle()
+        saving, council = self._saving, self._council
+        self._guard.run("settle", self._settle) if council is not None else self._settle()
         self._done.clear()
-        if self._resume_due:
-            self._guard.run("ledger", self._resume)
+        if council is not None:
+            council.compare(self._digest)
+        if saving.resume_due and (council is None or council.rank == 0):
+            self._guard.run("ledger", saving.resume)
         if self._state.step - self._pause_looked >= PAUSE_EVERY:
             self._look_for_pause()
-        self._poll_disk()
-        if self._first_snapshot_due:
-            self._take_first()
+        saving.poll()
+        if saving.first_due:
+            saving.take_first()
         elif self._restore_due is not None:
             decision, self._restore_due = self._restore_due, None
-            self._restore(decision.target, decision.rule)
+            saving.restore(decision)
+        elif self._deferred is not None:
+            (target, rule), self._deferred = self._deferred, None
+            saving.restore_deferred(target, rule)
         elif self._snapshot_due:
             self._snapshot_due = False
-            self._take()
+            saving.take()
 
-    def _resume(self) -> None:
-        """The user's weights are loaded: whose are they, and what is left of the snapshots?"""
-        try:
-            print_ = fingerprint(self._target)
-        except NotReadyError:
-            return  # lazy parameters; it is tried again
-        except Exception as error:  # noqa: BLE001  tensors of a kind that we do not know
-            self._guard.note("ledger", error)
-            print_ = ""
-        self._resume_due = False
-        resumed = self._keeper.recognise(print_, self._state)
-        if self._keeper.found is None:
-            self._keeper.mark(print_, self._state)
-            self._keeper.save(self._state, sync=True)
-            return
-        self._state = self._with_copies(resumed)
-        if self._recorder is not None:
-            try:
-                self._recorder.restate(self._state)
-            except OSError as error:
-                self._trace_failed(error)
-        self._keep_what_is_left(resumed)
-        self._keeper.mark(print_, self._state)
-        self._keeper.save(self._state, sync=True)
-
-    def _with_copies(self, resumed: Resumed) -> State:
-        """The state, its registry with the healthy copies on disk that RAM had outlived."""
-        state, ledger = resumed.state, resumed.state.ledger
-        if not (resumed.same_model and self._disk.enabled):
-            return state
-        known = {s.step: s for s in ledger.snapshots}
-        for copy in self._disk.healthy_copies(state.step):
-            target, undone = ledger.last_target, ledger.last_rollback
-            if target is None or undone is None or not target < copy.step <= undone:
-                known.setdefault(copy.step, copy)
-        registry = tuple(known[step] for step in sorted(known))
-        return dataclasses.replace(state, ledger=dataclasses.replace(ledger, snapshots=registry))
-
-    def _keep_what_is_left(self, resumed: Resumed) -> None:
-        """Snapshots of the processes before; and a rollback that they decided and did not do."""
-        step, at, ledger = self._state.step, resumed.from_step, self._state.ledger
-        on_disk: tuple[int, ...] = ()
-        if resumed.same_model and self._disk.enabled:
-            on_disk = self._disk.find(s.step for s in ledger.snapshots)
-        pending, rule = ledger.pending_restore, ledger.pending_rule
-        done = at is not None and any(s.step == at and s.healthy for s in ledger.snapshots)
-        if pending is not None and at is not None and done and at <= pending:
-            # Started from the snapshot that it was to be rolled back to: that is the rollback.
-            self._note(Restored(step, at, resumed.state.stats))
-            pending = None
-        for snapshot in self._state.ledger.snapshots:
-            reason = ""
-            if snapshot.step not in on_disk:
-                reason = "it was in the memory of a process that has ended"
-            elif not snapshot.healthy and (at is None or at < snapshot.step):
-                reason = "it was not confirmed before the process ended"
-            if reason and snapshot.step != pending:
-                self._note(SnapshotLost(step, snapshot.step, reason))
-        if pending is None:
-            return
-        if pending in on_disk and at is not None and at > pending:
-            self._restore(pending, rule)
-            return
-        why = "the process ended before it was restored"
-        if pending in on_disk:
-            why += ", and was started again with other weights, which are left as they are"
-        self._note(RestoreFailed(step, pending, why))
+    def _digest(self) -> bytes:
+        return bytes.fromhex(fingerprint(self._target).partition("-")[2])
 
     def _halt(self, reason: str) -> None:
         """Before TrainingHalted is raised: the ledger, the marker, and what a person will want."""
@@ -784,153 +962,34 @@ class Session:
                 self.directory / HALTED,
             )
             if self._disk.enabled:
-                self._guard.run("snapshot", self._save_evidence)
-
-    def _save_evidence(self) -> None:
-        """The weights as they are now, on disk for whoever looks into it; no rollback target."""
-        self._disk.wait()
-        self._poll_disk()
-        if self._disk.ready:
-            step = self._state.step
-            self._store.take(step, self._state.stats)
-            self._disk.offer(self._store.image(step), self._state.ledger)
-            self._disk.wait()
-            self._poll_disk()
-            self._disk.follow(self._state.ledger, again=True)
-
-    def _take_first(self) -> None:
-        """What training starts from. Not at attach(): a checkpoint may be loaded after it."""
-        self._first_snapshot_due = False
-        try:
-            self._take()
-        except NotReadyError:
-            self._first_snapshot_due = True
-
-    def _take(self) -> None:
-        step, on_disk = self._state.step, self._disk.due(self._state.step)
-        if not (self._snapshots.ram or on_disk):
-            return
-        try:
-            self._store.take(step, self._state.stats)
-        except NotReadyError:
-            raise
-        except SnapshotError as error:
-            if not self._snapshot_trouble:
-                logger.warning(
-                    "no snapshot could be taken run=%s step=%s reason=%s", self.run_id, step, error
-                )
-            self._snapshot_trouble = str(error)
-            return
-        self._snapshot_trouble = ""
-        self._guard.run("ledger", self._remember)
-        if on_disk:
-            image, ledger = self._store.image(step), self._state.ledger
-            on_disk = bool(self._guard.run("snapshot", self._disk.offer, image, ledger))
-        if self._snapshots.ram:
-            self._note(SnapshotTaken(step))
-            return
-        self._store.clear()  # the save in flight holds it
-        if on_disk:
-            self._note(SnapshotTaken(step, "disk"))
-
-    def _remember(self) -> None:
-        """A restarted process can recognise these weights."""
-        self._keeper.mark(fingerprint(self._target), self._state)
-
-    def _poll_disk(self) -> None:
-        """What has become of saves in the background."""
-        for ended in self._disk.poll():
-            step, target = self._state.step, ended.step
-            if all(s.step != target for s in self._state.ledger.snapshots):
-                continue
-            if target in self._disk.steps:
-                self._note(SnapshotTaken(target, "disk"))
-            elif target not in self._store.steps and isinstance(ended, Failed):
-                self._note(SnapshotLost(step, target, ended.reason))
+                self._guard.run("snapshot", self._saving.save_evidence)
 
     def _adopt(self, path: str) -> None:
         state, last = self.state, self._last
         quiet = (last is None or last.readings.quiet) and self._restore_due is None
-        self._guard.run("ledger", self._remember)
-        self._disk.adopt(path, state.step, state.stats, state.ledger, quiet=quiet)
-        if quiet and self._disk.enabled:
-            self._note(SnapshotTaken(state.step, "disk"))
-
-    def _close_disk(self) -> None:
-        self._disk.close()
-        self._poll_disk()
-
-    def _restore(self, decided: int | None, rule: str) -> None:
-        step, target = self._state.step, decided
-        began = self._clock()
-        if target is None:
-            self._note(RestoreFailed(step, None, "there is no healthy snapshot"))
-            return
-        reason = ""
-        while target is not None:
-            try:
-                stats, interrupt = self._put_back_wholly(target)
-                break
-            except Exception as error:
-                known = isinstance(error, SnapshotError)
-                reason = str(error) if known else f"{type(error).__name__}: {error}"
-                logger.error(
-                    "a snapshot cannot be used run=%s step=%s target=%s reason=%s",
-                    self.run_id,
-                    step,
-                    target,
-                    reason,
-                )
-                if not known:  # it may be half done
-                    self._note(RestoreFailed(step, target, reason))
-                    raise
-            self._note(SnapshotLost(step, target, reason))
-            older = [s.step for s in self._state.ledger.snapshots if s.healthy and s.step < target]
-            target = max(older, default=None)
-        else:
-            self._note(RestoreFailed(step, decided, reason))
-            return
-        self._note(Restored(step, target, stats))
-        logger.info(
-            "rolled back run=%s from_step=%s to_step=%s rule=%s took_s=%.3f",
-            self.run_id,
-            step,
-            target,
-            rule,
-            self._clock() - began,
-        )
-        if interrupt is not None:
-            raise interrupt
-
-    def _put_back_wholly(self, target: int) -> tuple[Stats, KeyboardInterrupt | None]:
-        """An interrupt waits until it is done: half a restore would be saved by the handler."""
-        try:
-            return self._put_back(target), None
-        except KeyboardInterrupt as interrupt:
-            return self._put_back(target), interrupt
-
-    def _put_back(self, target: int) -> Stats:
-        """From RAM, or from the disk when RAM has it not; a save in flight is awaited."""
-        if target in self._store.steps or not self._disk.enabled:
-            return self._store.restore(target)
-        found = self._disk.load(target)
-        if isinstance(found, Adopted):
-            return self._disk.put_back(found)
-        return self._store.put_back(found)
+        incident = "" if quiet else next((i.summary for i in state.ledger.incidents[-1:]), "")
+        self._saving.adopt(path, quiet=quiet, incident=incident)
 
     def _look_for_pause(self) -> None:
         """A file pauses automation without any sidecar."""
         self._pause_looked = self._state.step
+        if self._council is not None and self._council.rank:
+            return  # rank 0 says it
         found = any(os.path.exists(place / PAUSE_FILE) for place in (self.run_dir, self.directory))
-        if found != self._keeper.paused_by_file:
+        if self._council is not None:
+            self._paused = found  # told to all at the next gate
+        elif found != self._keeper.paused_by_file:
             self._keeper.paused_by_file = found
-            self._note(AutomationSet(self._state.step, found, f"file {PAUSE_FILE}"))
+            self.note(AutomationSet(self._state.step, found, f"file {PAUSE_FILE}"))
 
     # ---------------------------------------------------------------- failing and closing
 
     def _broken(self, where: str) -> None:
         """Guard: it failed again and again at one place."""
         if self._off or where in TOLERATED:
+            return
+        if self._council is not None:
+            self._council.want_off(self._guard.last)
             return
         self._off = f"sentinel failed at {where} again and again: {self._guard.last}"
         logger.error(
@@ -975,17 +1034,9 @@ class Session:
         )
         self._record_trouble = ""
 
-    def _trace_spots(self) -> list[BlindSpot]:
-        lost = self._recorder.lost_records if self._recorder is not None else 0
-        if self._record_trouble:
-            what = f"the trace has holes: {self._record_trouble}"
-            return [BlindSpot(what, f"{lost} records are missing so far; it is tried every step")]
-        if lost:
-            what = f"the trace has holes: {lost} records are missing"
-            return [BlindSpot(what, "the disk had failed; it is written again")]
-        return []
-
     def _close(self) -> None:
+        if self._council is not None:
+            self._council.close()
         self._guard.run("ledger", self._close_ledger)
         how = "halted" if self._halted else "finished"
         self._guard.run("link", self._link.close, how, self._state)
@@ -997,8 +1048,8 @@ class Session:
 
     def _close_ledger(self) -> None:
         try:
-            if self._steps and not self._resume_due:
-                self._remember()
+            if self._steps and not self._saving.resume_due:
+                self._saving.remember()
                 self._keeper.save(self._state, sync=True)
         finally:
             self._keeper.close()
@@ -1008,35 +1059,22 @@ class Session:
         if not self._detached:
             self._guard.run("settle", self._settle)
             self._detached = True
-            self._guard.run("snapshot", self._close_disk)
+            self._guard.run("snapshot", self._saving.close)
             self._close()
 
     # ---------------------------------------------------------------- telling
 
     def _protection(self) -> tuple[Protection, str]:
-        if self._off:
-            return Protection.OFF, self._off
-        if self._detached:
-            return Protection.OFF, "detached"
-        ledger = self._state.ledger
-        if self.policy.mode is Mode.OBSERVE:
-            return Protection.OFF, "observing: decisions are made and recorded, nothing is done"
-        if not ledger.automation:
-            return Protection.OFF, "a person paused automation"
-        if ledger.stopped:
-            return Protection.OFF, "the rollback budget is spent; a person is needed"
-        if self._last is None:
-            return Protection.WARMING, "no step seen yet"
-        if self._forsaken():
-            return Protection.BLIND, "training goes on, but no watched optimizer steps any more"
-        protection = self._last.readings.protection
-        if protection is Protection.BLIND:
-            return protection, "neither loss nor gradient norm was measured at the last step"
-        if protection is Protection.WARMING:
-            return protection, (
-                "baselines are warming up; non-finite gradients and losses are already acted on"
-            )
-        return protection, "every rule has its baseline"
+        return telling.protection(
+            off="detached" if self._detached and not self._off else self._off,
+            mode=self.policy.mode,
+            ledger=self._state.ledger,
+            last=self._last,
+            forsaken=self._forsaken(),
+        )
+
+    def _forsaken(self) -> bool:
+        return self._steps > 0 and self._forwards > 4 * self._forwards_usual + 16
 
     def _tell_blind_spots(self) -> None:
         """Each kind of blind spot is logged once: who never asks for the status shall know too."""
@@ -1052,62 +1090,21 @@ class Session:
                     spot.way_out,
                 )
 
-    def _forsaken(self) -> bool:
-        return self._steps > 0 and self._forwards > 4 * self._forwards_usual + 16
-
     def _blind_spots(self) -> list[BlindSpot]:
-        spots = list(self._given_spots)
-        if self._forsaken():
-            spots.append(
-                BlindSpot(
-                    f"{self._forwards} training forwards since a watched optimizer stepped",
-                    "was the optimizer made anew? detach(), and attach() the one that is stepped",
-                )
-            )
-        if self._observer.steps_without_loss:
-            spots.append(
-                BlindSpot(
-                    "the loss of the last step was not seen",
-                    "it must come from a scalar's backward(); torch.autograd.grad loops hide it",
-                )
-            )
-        if self._unseen and self._steps > 1:
-            spots.append(
-                BlindSpot(
-                    "no training forward of the watched model is seen (compiled inside, in eval "
-                    "mode, or called past __call__): snapshots are taken right after the step",
-                    "attach the object that the loop calls, for example the compiled wrapper",
-                )
-            )
-        if not self._snapshots.ram and not self._disk.enabled:
-            spots.append(
-                BlindSpot("no snapshots: nothing to roll back to", "use Snapshots(ram=True)")
-            )
-        elif self._snapshot_trouble:
-            spots.append(BlindSpot(f"snapshots fail: {self._snapshot_trouble}", ""))
-        if self._keeper.trouble:
-            spots.append(
-                BlindSpot(
-                    f"the ledger cannot be written: {self._keeper.trouble}",
-                    "a restarted process will not know what was done",
-                )
-            )
-        if self._keeper.strange:
-            spots.append(
-                BlindSpot(f"after the restart {self._keeper.told}; statistics started cold", "")
-            )
-        if self._disk.trouble:
-            spots.append(BlindSpot(f"no snapshot reaches the disk: {self._disk.trouble}", ""))
-        spots += self._trace_spots()
-        if self._observer.probe.unlisted:
-            spots.append(
-                BlindSpot(
-                    f"{self._observer.probe.unlisted} parameters belong to no listed layer: they "
-                    "count in the global norm only",
-                    "attach when the model is complete",
-                )
-            )
-        return spots
+        return [
+            *self._given_spots,
+            *telling.of_the_loop(
+                forsaken=self._forwards if self._forsaken() else 0,
+                loss_unseen=bool(self._observer.steps_without_loss),
+                forward_unseen=bool(self._unseen and self._steps > 1),
+                unlisted=self._observer.probe.unlisted,
+            ),
+            *telling.of_saving(self._saving, self._snapshots, self._keeper),
+            *telling.of_the_trace(
+                self._record_trouble,
+                self._recorder.lost_records if self._recorder is not None else 0,
+            ),
+        ]
 
 
 def _after_fork() -> None:

@@ -39,6 +39,7 @@ class Status:
             made after the group's decision was not finite.
         internal_errors: sentinel's own errors that were caught, by place.
         lineage: of a run that was restarted: which of its weights it went on with.
+        rank: of this process among the `ranks` that act together.
     """
 
     run_id: str
@@ -60,6 +61,8 @@ class Status:
     internal_errors: Mapping[str, int] = field(default_factory=dict)
     directory: str = ""
     lineage: str = ""
+    rank: int = 0
+    ranks: int = 1
 
     def __str__(self) -> str:
         c = self.counters
@@ -67,6 +70,8 @@ class Status:
             f"sentinel run={self.run_id} step={self.step} policy={self.policy} mode={self.mode}",
             f"  protection: {self.protection} ({self.why})",
         ]
+        if self.ranks > 1:
+            lines.append(f"  rank {self.rank} of {self.ranks}, which decide and act together")
         lines += [f"  blind spot: {spot}" for spot in self.blind_spots]
         if self.lineage:
             lines.append(f"  restarted: {self.lineage}")

@@ -398,7 +398,7 @@ def test_a_rollback_cut_short_is_done_from_disk_when_its_way_goes_on(tmp_path: P
     one.session._disk.wait()
     one.steps(6)  # ... is healthy
     bad = one.checkpoint()
-    one.session._remember()  # as a snapshot of this moment would
+    one.session._saving.remember()  # as a snapshot of this moment would
     one.go_wrong()
     assert one.session.state.ledger.pending_restore == 8
     one.session._disk.close()
@@ -575,7 +575,7 @@ def test_weights_that_cannot_be_read_cost_the_statistics_and_nothing_else(
     def broken(target: Any) -> str:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("sentinel_hooks.session.fingerprint", broken)
+    monkeypatch.setattr("sentinel_hooks.saving.fingerprint", broken)
     two = Process(tmp_path).load(weights).steps(8)
     assert two.session.state.ledger.rollbacks == (22,)
     assert two.session.status().healthy == (24,)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from sentinel_hooks import reduce
 from sentinel_hooks.actuators import hold_back, scale_lr
 from sentinel_hooks.guard import LIMIT, Guard
 from sentinel_hooks.seams.patch import Patch
@@ -70,47 +67,6 @@ def test_a_patch_takes_away_only_itself() -> None:
     assert mine.remove()
     assert owner.call() == "class"
     assert vars(owner) == {}
-
-
-def part(**values: Any) -> reduce.Part:
-    return reduce.Part(**{"attempt": 1, "seq": 7, **values})
-
-
-def test_one_rank_alone_gets_its_own_part_back() -> None:
-    given = part(loss=2.5, total_sq=5.0, layer_sq_L=np.array([1.0, 4.0]), params_bad=True)
-    back = reduce.unpack(reduce.alone(reduce.pack(given, 2)))
-    assert (back.attempt, back.seq, back.loss, back.total_sq) == (1, 7, 2.5, 5.0)
-    assert back.layer_sq_L is not None
-    assert back.layer_sq_L.tolist() == [1.0, 4.0]
-    assert back.params_bad
-    assert back.in_step
-    assert not back.blind
-
-
-def test_what_was_not_measured_stays_absent() -> None:
-    back = reduce.unpack(reduce.pack(part(), 3))
-    assert back.loss is None
-    assert back.total_sq is None
-    assert back.layer_sq_L is None
-
-
-def test_ranks_add_squares_average_losses_and_a_nan_stays() -> None:
-    a = reduce.pack(part(loss=2.0, total_sq=9.0, layer_sq_L=np.array([9.0])), 1)
-    b = reduce.pack(part(loss=4.0, total_sq=16.0, layer_sq_L=np.array([16.0])), 1)
-    c = reduce.pack(part(), 1)  # saw nothing
-    both = reduce.unpack(a + b + c)
-    assert (both.loss, both.total_sq) == (3.0, 25.0)
-    bad = reduce.pack(part(loss=math.nan, total_sq=math.inf, layer_sq_L=np.array([math.inf])), 1)
-    worst = reduce.unpack(a + bad)
-    assert math.isnan(worst.loss or 0.0)
-    assert worst.total_sq == math.inf
-
-
-@pytest.mark.parametrize("other", [{"seq": 8}, {"attempt": 2}, {"blind": True}])
-def test_a_blind_rank_or_one_out_of_step_makes_all_blind(other: dict[str, Any]) -> None:
-    together = reduce.unpack(reduce.pack(part(loss=1.0), 0) + reduce.pack(part(**other), 0))
-    assert together.blind
-    assert together.in_step is ("blind" in other)
 
 
 def test_holding_back_leaves_no_gradient_and_gives_the_same_objects_back() -> None:

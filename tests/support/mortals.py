@@ -139,7 +139,7 @@ def arm(session: Any, moment: str) -> None:
 
         disk.files.write = cut_off
     if moment == "halted":
-        session._save_evidence = kill
+        session._saving.save_evidence = kill
         session._disk.enabled = True
 
 

@@ -13,6 +13,10 @@ A norm that is not finite says that some gradient is not, or that finite ones we
 float32: only then is the tensor measured again, in float64. With gradients that the user already
 clipped that is no longer possible, and the norm stays what torch's clip saw.
 
+With several ranks each measures what lies on it (the local shard of a DTensor) and counts it as
+its share: a parameter that n ranks hold counts 1/n on each, so that sums over all ranks are right,
+whatever the number of ranks.
+
 Shapes:  layer_sq_L float64 [L] in the order of the layer table, not yet reduced across ranks; a
          layer without gradient counts 0, nan and inf pass through.
 Purity:  measure() does not wait for the device; resolve() only in the non-finite case.
@@ -24,6 +28,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +48,7 @@ class Member:
     parameters: list[nn.Parameter]
     layer_P: npt.NDArray[np.intp]  # OTHER is len(table) here: bincount wants no negatives
     signature: tuple[int, ...]
+    share_P: Float64 | None = None  # of each square that is this rank's; None: one process
 
 
 @dataclass(slots=True)
@@ -51,6 +57,7 @@ class PendingNorms:
 
     norms: list[Tensor]
     layers: list[npt.NDArray[np.intp]]
+    shares: list[Float64 | None]
     grads: list[list[Tensor]]
     scales: list[float | None]
 
@@ -58,12 +65,14 @@ class PendingNorms:
         self,
         norms: Tensor,
         layers: npt.NDArray[np.intp],
+        shares: Float64 | None,
         grads: list[Tensor] | None = None,
         scale: float | None = None,
     ) -> None:
         """One vector more; without `grads` it came from a clip, whose tap saw to the scale."""
         self.norms.append(norms)
         self.layers.append(layers)
+        self.shares.append(shares)
         self.grads.append(grads if grads is not None else [])
         self.scales.append(scale)
 
@@ -79,8 +88,12 @@ class Norms:
 class GradProbe:
     """Measures the gradients of a group of optimizers."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], table: LayerTable) -> None:
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], table: LayerTable, world: int = 1
+    ) -> None:
+        """Watch what `optimizers` hold; with `world` ranks, measure this one's share of it."""
         self._table = table
+        self._world = world
         self._clips: list[tuple[list[Tensor], Tensor]] = []
         self.members = [Member(o, [], np.empty(0, np.intp), ()) for o in optimizers]
         self.unlisted = 0
@@ -105,6 +118,8 @@ class GradProbe:
             layer_P[other] = len(self._table)
             member.parameters = fresh
             member.layer_P = layer_P
+            if self._world > 1:
+                member.share_P = np.array([share(p, self._world) for p in fresh])
             member.signature = _signature(member.optimizer)
 
     # -- the user's clip ---------------------------------------------------------------------
@@ -114,7 +129,7 @@ class GradProbe:
     ) -> None:
         """The user's clip is about to scale `grads`: keep (or take) their norms."""
         if norms is None:
-            norms = _concat(tensor_norms(grads))
+            norms = _concat(tensor_norms([local(g) for g in grads]))
         if norms is not None:
             self._clips.append((list(parameters), norms))
 
@@ -157,36 +172,40 @@ class GradProbe:
         Args:
             scales: what a member's gradients are still multiplied by (an unfinished unscale).
         """
-        pending = PendingNorms([], [], [], [])
+        pending = PendingNorms([], [], [], [], [])
         for m in members:
             member = self.members[m]
             exact = self._clipped_exactly(member.parameters)
             if exact is not None:
-                pending.add(exact, member.layer_P)
+                pending.add(exact, member.layer_P, member.share_P)
                 continue
             owners: Sequence[Tensor] = member.parameters
             grads: list[Tensor] = [p.grad for p in owners]  # type: ignore[misc]
-            layer_P = member.layer_P
+            layer_P, share_P = member.layer_P, member.share_P
             if type(None) in set(map(type, grads)):
                 have = [i for i, g in enumerate(grads) if g is not None]
                 owners = [owners[i] for i in have]
                 grads = [grads[i] for i in have]
-                layer_P = layer_P[have]
+                layer_P, share_P = layer_P[have], _picked(share_P, have)
             if self._clips and grads:
                 parts = self._clipped_in_parts(owners)
                 if parts is not None:
                     norms, places = parts
-                    pending.add(norms, layer_P[places])
+                    pending.add(norms, layer_P[places], _picked(share_P, places))
                     rest = sorted(set(range(len(owners))).difference(places))
                     grads = [grads[i] for i in rest]
-                    layer_P = layer_P[rest]
+                    layer_P, share_P = layer_P[rest], _picked(share_P, rest)
             if grads:
+                if share_P is not None:
+                    grads = [local(g) for g in grads]
                 scale = scales.get(m) if scales else None
                 for norms, chosen in _by_device(tensor_norms(grads)):
                     if chosen is None:
-                        pending.add(norms, layer_P, grads, scale)
+                        pending.add(norms, layer_P, share_P, grads, scale)
                     else:
-                        pending.add(norms, layer_P[chosen], [grads[i] for i in chosen], scale)
+                        some = [grads[i] for i in chosen]
+                        share = _picked(share_P, chosen)
+                        pending.add(norms, layer_P[chosen], share, some, scale)
         return pending
 
     def resolve(self, pending: PendingNorms, values: Sequence[Float64]) -> Norms | None:
@@ -200,6 +219,10 @@ class GradProbe:
             total = float(sq_P.sum())
             if not math.isfinite(total) and pending.grads[i]:
                 sq_P = np.square(_confirmed(value_P, pending.grads[i]))
+                total = float(sq_P.sum())
+            share_P = pending.shares[i]
+            if share_P is not None:
+                sq_P = sq_P * share_P
                 total = float(sq_P.sum())
             scale = pending.scales[i]
             if scale is not None:
@@ -223,6 +246,34 @@ def tensor_norms(grads: Sequence[Tensor]) -> list[Tensor]:
         return list(torch._foreach_norm(list(grads), 2, dtype=dtype))
     except (RuntimeError, NotImplementedError):
         return [_norm(g) for g in grads]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    part = getattr(tensor, "_local_tensor", None)
+    return tensor if part is None else part
+
+
+def share(parameter: Tensor, world: int) -> float:
+    """How much of its square this rank adds: one over the number of ranks that hold the same part.
+
+    Raises:
+        ValueError: it is a sum that has not been made yet (Partial); nobody holds a part.
+    """
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return 1.0 / world
+    copies = world / int(mesh.size())
+    for dimension, placement in enumerate(parameter.placements):  # type: ignore[attr-defined]
+        if placement.is_partial():
+            raise ValueError("a parameter with Partial placement has no norm of its own")
+        if placement.is_replicate():
+            copies *= int(mesh.size(dimension))
+    return 1.0 / copies
+
+
+def _picked(share_P: Float64 | None, places: list[int]) -> Float64 | None:
+    return None if share_P is None else share_P[places]
 
 
 def _norm(grad: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -59,6 +59,10 @@ class StepDriver(Protocol):
         """Gradients are final: what shall be done? Runs under the guard and no_grad."""
         ...
 
+    def keep_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """before_step() has ended or failed: other ranks must not wait for this one in vain."""
+        ...
+
     def after_step(self, optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:
         """step() has run and everything is put back. Runs under the guard and no_grad."""
         ...
@@ -140,8 +144,13 @@ class Gate:
                 return args, kwargs
         with torch.no_grad():
             plan = self._guard.run("gate", self._driver.before_step, optimizer, call is not None)
+            self._driver.keep_step(optimizer)
             if plan is not None:
-                if not self._guard.run("act", self._act, plan):
+                # Once more: what one rank alone fails to do makes the ranks part.
+                if not (
+                    self._guard.run("act", self._act, plan)
+                    or self._guard.run("act", self._act, plan)
+                ):
                     plan = StepPlan(halt=plan.halt)  # nothing could be done: the step goes on
                 self._plan = plan
                 if call is not None and plan.hold:
@@ -150,9 +159,9 @@ class Gate:
         return (args, kwargs) if call is not None else None
 
     def _act(self, plan: StepPlan) -> bool:
-        if plan.hold:
+        if plan.hold and self._held is None:
             self._held = hold_back(self.optimizer)
-        elif plan.lr_factor != 1.0:
+        elif plan.lr_factor != 1.0 and not plan.hold and self._lr is None:
             self._lr = scale_lr(self.optimizer, plan.lr_factor)
         return True
 

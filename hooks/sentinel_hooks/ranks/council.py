@@ -1,0 +1,301 @@
+"""The council: what a session says to the other ranks, and when all of them stop together.
+
+    council = Council(agreement, sidecar=False)
+    heard = council.step(measured, facts, note, attempt=0)   at the gate, always, whatever failed
+    heard = council.vote(ok, token)                          one phase of a rollback
+    council.want_off("why")                                  told to all at the next step
+
+Every method that talks returns None when there is nothing to agree on any more: the group is lost,
+the ranks are out of step, or one of them asked all to stop. `off` then says why, and the same is
+true on every rank that still lives: nobody acts alone.
+
+What a rank carried out at a step is said at the next one. When it was not the same everywhere, the
+parameters are compared at the next safe point, and only if they differ the run is halted: on all
+ranks, at the same step.
+
+Threads: the training one. Errors: none raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sentinel.core.types import CanaryAnswer, Command
+from sentinel_hooks.ranks.agreement import MODULUS, NOTE_BYTES, Agreement, Heard, Kind, Says
+from sentinel_hooks.ranks.group import LostError
+from sentinel_hooks.ranks.parted import Done, Parted
+
+logger = logging.getLogger(__name__)
+
+ANSWER_BYTES = 4096  # of a decision that the sidecar made differently
+_OWN, _AGREED, _OTHER = 0, 1, 2
+_BATCH_ID = 200  # characters of it that travel
+
+
+class Note(msgspec.Struct, omit_defaults=True):
+    """Rank 0's word on what is not measured but known: equal on all ranks afterwards.
+
+    Attributes:
+        orders: people's commands for this step.
+        paused: by the kill-switch file.
+        saved: the step whose snapshot is committed on disk now.
+        unsaved: one that is not, and why.
+        state: bytes of engine state that follow in a broadcast: the run was restarted.
+        restore: a rollback that the process before had decided and not done, and its rule.
+    """
+
+    lr: float | None = None
+    scale: float | None = None
+    shape: tuple[int, ...] = ()
+    batch: str = ""
+    orders: tuple[Command, ...] = ()
+    paused: bool = False
+    saved: int | None = None
+    unsaved: tuple[int, str] | None = None
+    state: int = 0
+    restore: tuple[int, str] | None = None
+
+
+@dataclass(slots=True)
+class Facts:
+    """What became of this rank's share of the work, see Says."""
+
+    taken: bool | None = None
+    written: bool | None = None
+    ready: bool = False
+
+
+class Council:
+    """One rank's seat."""
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        *,
+        sidecar: bool = False,
+        store: Callable[[], Any] | None = None,
+        sharded: bool = False,
+    ) -> None:
+        """Take a seat.
+
+        Args:
+            sidecar: rank 0 asks a sidecar at every step: its answer is told to all.
+            store: where ranks leave notes when the group is lost.
+            sharded: ranks hold different parts, whose digests cannot be compared.
+        """
+        self._agreement = agreement
+        self.sidecar = sidecar
+        self._store = store
+        self._sharded = sharded
+        self.off = ""
+        self.halt = ""  # the ranks have parted: why
+        self._wanted_off = ""
+        self._orders: deque[Command] = deque()
+        self._log: deque[Done] = deque(maxlen=16)
+        self._compare = False
+        self._applied_differed = False
+        self._parted: Parted | None = None
+        self._published = False
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self._agreement.rank
+
+    @property
+    def world(self) -> int:
+        """All of them."""
+        return self._agreement.world
+
+    @property
+    def collectives(self) -> int:
+        """How many there were so far, attach included."""
+        return self._agreement.group.collectives
+
+    # ---------------------------------------------------------------- the step
+
+    def want_off(self, why: str) -> None:
+        """This rank cannot go on guarding: all shall stop at the next step."""
+        self._wanted_off = self._wanted_off or why
+
+    def carried_out(self, step: int, action: str, applied: bool, lr_factor: float) -> None:
+        """What this rank did with the last decision."""
+        self._log.append(Done(step, action, applied, lr_factor))
+
+    def step(
+        self, measured: Any, facts: Facts, note: Note, *, attempt: int
+    ) -> tuple[Heard, Note] | None:
+        """The one reduce of a step; `measured` None: measuring failed."""
+        says = Says(Kind.STEP, attempt=attempt, blind=measured is None)
+        if measured is not None:
+            says.loss = measured.loss
+            says.total_sq, says.layer_sq_L = measured.total_sq, measured.layer_sq_L
+            says.params_bad = bool(measured.params_bad)
+        says.off = bool(self._wanted_off)
+        says.taken, says.written, says.ready = facts.taken, facts.written, facts.ready
+        if self._log:
+            last = self._log[-1]
+            says.action = _digest(last)
+            says.applied = last.applied
+        if self.rank == 0:
+            says.note = self._packed(note)
+        heard = self._say(says)
+        if heard is None:
+            return None
+        if heard.off:
+            own = f": {self._wanted_off}" if self._wanted_off else ", see its log"
+            self._stop(f"{heard.off} of {heard.ranks} ranks cannot go on guarding{own}")
+            return None
+        if not heard.acted_alike:
+            self._compare = True
+            self._applied_differed = 0 < heard.applied < heard.ranks
+        try:
+            told = msgspec.msgpack.decode(heard.note, type=Note) if heard.note else Note()
+        except msgspec.DecodeError as error:  # equal bytes: equal on all ranks
+            logger.error("the note of rank 0 cannot be read: %s", error)
+            heard.blind, told = heard.blind + 1, Note()
+        return heard, told
+
+    def _packed(self, note: Note) -> bytes:
+        """As many orders as fit; the others go with the next step."""
+        self._orders.extend(note.orders)
+        note.batch = note.batch[:_BATCH_ID]
+        note.orders = tuple(self._orders)
+        packed = msgspec.msgpack.encode(note)
+        while len(packed) > NOTE_BYTES and note.orders:
+            note.orders = note.orders[:-1]
+            packed = msgspec.msgpack.encode(note)
+        for _ in note.orders:
+            self._orders.popleft()
+        if len(packed) > NOTE_BYTES:
+            note = Note(lr=note.lr, scale=note.scale, shape=note.shape, paused=note.paused)
+            packed = msgspec.msgpack.encode(note)
+        return packed
+
+    def answer(self, payload: bytes | None, agreed: bool) -> tuple[bool, bytes | None] | None:
+        """Sidecar mode: what rank 0 carries out; (the sidecar decided, its decision if another).
+
+        Args:
+            payload: rank 0: the encoded decision where it differs from the own one.
+            agreed: rank 0: the sidecar decided.
+        """
+        told = b""
+        if self.rank == 0:
+            kind = _AGREED if agreed else _OWN
+            if payload is not None and len(payload) + 5 <= ANSWER_BYTES:
+                kind = _OTHER
+            size = len(payload or b"") if kind == _OTHER else 0
+            told = bytes([kind]) + size.to_bytes(4, "little") + (payload or b"")[:size]
+        try:
+            heard = self._agreement.group.tell(told, ANSWER_BYTES)
+        except LostError as error:
+            self._lose(error)
+            return None
+        size = int.from_bytes(heard[1:5], "little")
+        return heard[0] != _OWN, heard[5 : 5 + size] if heard[0] == _OTHER else None
+
+    def state(self, encoded: bytes | None, size: int) -> bytes | None:
+        """Rank 0's engine state after a restart."""
+        try:
+            return self._agreement.group.tell(encoded, size)
+        except LostError as error:
+            self._lose(error)
+            return None
+
+    # ---------------------------------------------------------------- rarer things
+
+    def vote(self, ok: bool, token: int = 0) -> Heard | None:
+        """One phase of a rollback; `token` must be the same on all."""
+        says = Says(Kind.VOTE, ok=ok, digest=token.to_bytes(8, "little"))
+        return self._say(says)
+
+    def canary(self, answer: CanaryAnswer | None) -> CanaryAnswer | None:
+        """The mean over all ranks; None when one of them has none."""
+        values = (answer.recorded, answer.now) if answer is not None else (0.0, 0.0)
+        heard = self._say(Says(Kind.CANARY, ok=answer is not None, values=values))
+        if heard is None or heard.failed or answer is None:
+            return None
+        return CanaryAnswer(answer.step, *heard.values)
+
+    def all_finite(self, finite: bool) -> bool:
+        """A later gate of the group: may its gradients be applied?"""
+        heard = self._say(Says(Kind.LATE, ok=finite))
+        return heard is not None and not heard.failed
+
+    def compare(self, digest: Callable[[], bytes]) -> None:
+        """At a safe point, on all ranks: have the parameters parted, if actions differed?"""
+        if not self._compare:
+            return
+        self._compare = False
+        heard = self._say(Says(Kind.COMPARE, digest=digest()))
+        if heard is None:
+            return
+        if self._applied_differed if self._sharded else not heard.same_digest:
+            self.part("the ranks acted differently and their parameters have parted")
+        else:
+            logger.error("the ranks acted differently; their parameters are still the same")
+
+    def part(self, why: str) -> None:
+        """All ranks have heard it: the one case that halts."""
+        self.halt = self.halt or why
+
+    # ---------------------------------------------------------------- losing each other
+
+    def close(self) -> None:
+        """This rank leaves: the others notice at their next step."""
+        self._agreement.group.close("this rank has detached")
+
+    def look(self, step: int) -> bool:
+        """After the group was lost: whether the run is to be halted at this step."""
+        if self._parted is None:
+            return False
+        try:
+            if not self._published:
+                self._published = True
+                self._parted.publish(tuple(self._log))
+        except Exception as error:  # noqa: BLE001  the store may be gone with rank 0
+            logger.warning("the ranks cannot be compared: %s", error)
+            self._parted = None
+            return False
+        if self._parted.look(step):
+            self.part(f"the ranks have parted: {self._parted.why}")
+            return True
+        return False
+
+    def _say(self, says: Says) -> Heard | None:
+        if self.off:
+            return None
+        try:
+            heard = self._agreement.say(says)
+        except LostError as error:
+            self._lose(error)
+            return None
+        if not heard.in_step:
+            self._stop("the ranks are out of step: they spoke of different steps")
+            self._wonder()
+            return None
+        return heard
+
+    def _lose(self, error: LostError) -> None:
+        self._stop(f"the ranks have lost each other ({error})")
+        self._wonder()
+
+    def _wonder(self) -> None:
+        if self._store is not None:
+            self._parted = Parted(self._store(), self.rank, self.world)
+
+    def _stop(self, why: str) -> None:
+        self.off = self.off or why
+        self._agreement.group.close(why)
+
+
+def _digest(done: Done) -> int:
+    text = f"{done.step} {done.action} {done.applied} {done.lr_factor!r}"
+    return zlib.crc32(text.encode()) % MODULUS

@@ -1,0 +1,111 @@
+"""Telling: the state of a session in words, for status(), the log and the sidecar."""
+
+from __future__ import annotations
+
+from sentinel.core.state import Ledger
+from sentinel.core.types import Decision, Mode, Protection
+from sentinel_hooks.ledger_file import Keeper
+from sentinel_hooks.saving import Saving
+from sentinel_hooks.snapshots import Snapshots
+from sentinel_hooks.status import BlindSpot
+
+
+def protection(
+    *, off: str, mode: Mode, ledger: Ledger, last: Decision | None, forsaken: bool
+) -> tuple[Protection, str]:
+    """Whether the run is guarded, and one sentence to it."""
+    if off:
+        return Protection.OFF, off
+    if mode is Mode.OBSERVE:
+        return Protection.OFF, "observing: decisions are made and recorded, nothing is done"
+    if not ledger.automation:
+        return Protection.OFF, "a person paused automation"
+    if ledger.stopped:
+        return Protection.OFF, "the rollback budget is spent; a person is needed"
+    if last is None:
+        return Protection.WARMING, "no step seen yet"
+    if forsaken:
+        return Protection.BLIND, "training goes on, but no watched optimizer steps any more"
+    found = last.readings.protection
+    if found is Protection.BLIND:
+        return found, "neither loss nor gradient norm was measured at the last step"
+    if found is Protection.WARMING:
+        return found, (
+            "baselines are warming up; non-finite gradients and losses are already acted on"
+        )
+    return found, "every rule has its baseline"
+
+
+def of_the_loop(
+    *, forsaken: int, loss_unseen: bool, forward_unseen: bool, unlisted: int
+) -> list[BlindSpot]:
+    """What the loop hides.
+
+    Args:
+        forsaken: training forwards since a watched optimizer stepped, when they are too many.
+        unlisted: parameters of no listed layer.
+    """
+    spots: list[BlindSpot] = []
+    if forsaken:
+        spots.append(
+            BlindSpot(
+                f"{forsaken} training forwards since a watched optimizer stepped",
+                "was the optimizer made anew? detach(), and attach() the one that is stepped",
+            )
+        )
+    if loss_unseen:
+        spots.append(
+            BlindSpot(
+                "the loss of the last step was not seen",
+                "it must come from a scalar's backward(); torch.autograd.grad loops hide it",
+            )
+        )
+    if forward_unseen:
+        spots.append(
+            BlindSpot(
+                "no training forward of the watched model is seen (compiled inside, in eval "
+                "mode, or called past __call__): snapshots are taken right after the step",
+                "attach the object that the loop calls, for example the compiled wrapper",
+            )
+        )
+    if unlisted:
+        spots.append(
+            BlindSpot(
+                f"{unlisted} parameters belong to no listed layer: they count in the global norm "
+                "only",
+                "attach when the model is complete",
+            )
+        )
+    return spots
+
+
+def of_saving(saving: Saving, config: Snapshots, keeper: Keeper) -> list[BlindSpot]:
+    """What could not be copied or written down."""
+    spots: list[BlindSpot] = []
+    if not config.ram and not saving.disk.enabled:
+        spots.append(BlindSpot("no snapshots: nothing to roll back to", "use Snapshots(ram=True)"))
+    elif saving.trouble:
+        spots.append(BlindSpot(f"snapshots fail: {saving.trouble}", ""))
+    if keeper.trouble:
+        spots.append(
+            BlindSpot(
+                f"the ledger cannot be written: {keeper.trouble}",
+                "a restarted process will not know what was done",
+            )
+        )
+    if keeper.strange:
+        spots.append(BlindSpot(f"after the restart {keeper.told}; statistics started cold", ""))
+    if saving.disk.trouble:
+        spots.append(BlindSpot(f"no snapshot reaches the disk: {saving.disk.trouble}", ""))
+    return spots
+
+
+def of_the_trace(trouble: str, lost: int) -> list[BlindSpot]:
+    """Holes in the record."""
+    if trouble:
+        what = f"the trace has holes: {trouble}"
+        return [BlindSpot(what, f"{lost} records are missing so far; it is tried every step")]
+    if lost:
+        what = f"the trace has holes: {lost} records are missing"
+        return [BlindSpot(what, "the disk had failed; it is written again")]
+    return []
