@@ -37,8 +37,8 @@ def main(steps: int) -> float:
             optimizer.step()
             optimizer.zero_grad()
             if step % 500 == 0:
-                print(f"step {step} loss {loss.item():.4f}", flush=True)
-        print(session.status(), flush=True)
+                print(f"step {step} loss {loss.item():.4f}", flush=True)  # noqa: T201
+        print(session.status(), flush=True)  # noqa: T201
     return loss.item()
 
 
