@@ -28,6 +28,10 @@ from sentinel.wire import codec
 
 ROLES = ("read", "ingest", "control")
 
+DATA_VARIABLE, DEFAULT_DATA = "SENTINEL_DATA", "sentinel-data"
+DATABASE_VARIABLE = "SENTINEL_DATABASE"
+GIB = 2**30
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
@@ -80,6 +84,48 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"tokens of role {', '.join(ROLES)}, one a line, as NAME TOKEN; may be given again "
         f"(${TOKEN_VARIABLE} is a token of every role)",
     )
+    serve_.add_argument(
+        "--data",
+        type=Path,
+        default=Path(os.environ.get(DATA_VARIABLE) or DEFAULT_DATA),
+        metavar="DIR",
+        help=f"where series and the database are kept (${DATA_VARIABLE}, else %(default)s)",
+    )
+    serve_.add_argument(
+        "--database",
+        metavar="URL",
+        default=os.environ.get(DATABASE_VARIABLE, ""),
+        help=f"postgresql://... instead of a file in --data (${DATABASE_VARIABLE})",
+    )
+    serve_.add_argument(
+        "--quota",
+        type=_gib,
+        default=50 * GIB,
+        metavar="GIB",
+        help="what all series may take (50); runs that are over make room",
+    )
+    serve_.add_argument(
+        "--run-quota",
+        type=_gib,
+        default=2 * GIB,
+        metavar="GIB",
+        help="what the series of one run may take (2); its oldest make room",
+    )
+    serve_.add_argument(
+        "--retention",
+        type=float,
+        default=30.0,
+        metavar="DAYS",
+        help="how long series of ended runs are kept (%(default)g)",
+    )
+    serve_.add_argument(
+        "--watch",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="RUN_DIR",
+        help="show the runs in this folder too, which need no sidecar; read-only, repeatable",
+    )
     serve_.add_argument("--verbose", action="store_true", help="log what happens to runs")
     serve_.set_defaults(run=serve)
 
@@ -105,6 +151,16 @@ def build_parser() -> argparse.ArgumentParser:
         one.add_argument("--json", action="store_true", help="as JSON")
         one.set_defaults(run=show_policy if verb == "show" else check_policy)
     return parser
+
+
+def _gib(text: str) -> int:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < 2**20:
+        raise argparse.ArgumentTypeError(f"must be a number of GiB above 0, got {text!r}")
+    return int(value * GIB)
 
 
 def _port(text: str) -> int:
@@ -148,6 +204,12 @@ def serve(options: argparse.Namespace) -> int:
         token=os.environ.get(TOKEN_VARIABLE, ""),
         token_files=tuple((Role(role), path) for role, path in options.token_file),
         lost_after_s=options.lost_after,
+        data_dir=options.data,
+        database=options.database,
+        max_store_bytes=options.quota,
+        max_run_bytes=options.run_quota,
+        retention_days=options.retention,
+        watch=tuple(options.watch),
     )
     if options.port is None and options.uds is None:
         options.port = DEFAULT_PORT

@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ class ServeProcess:
     """`sentinel serve`, started and listening."""
 
     def __init__(self, *arguments: str, port: int = 0, env: dict[str, str] | None = None) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if "--data" not in arguments:
+            self._folder = tempfile.TemporaryDirectory(prefix="sentinel-data-")
+            arguments = (*arguments, "--data", self._folder.name)
         self._arguments = arguments
         self._env = {k: v for k, v in os.environ.items() if not k.startswith("SENTINEL_")}
         self._env |= env or {}
@@ -56,6 +61,13 @@ class ServeProcess:
         """SIGCONT."""
         self.process.send_signal(signal.SIGCONT)
 
+    def close(self) -> None:
+        """Gone, and its data too."""
+        if self.process.poll() is None:
+            self.kill()
+        if self._folder is not None:
+            self._folder.cleanup()
+
     def stop(self) -> tuple[int, str]:
         """SIGTERM; returns the exit status and what it said."""
         self.process.send_signal(signal.SIGTERM)
@@ -80,8 +92,7 @@ def serving(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Serv
     try:
         yield process
     finally:
-        if process.process.poll() is None:
-            process.kill()
+        process.close()
 
 
 class HostileProxy:

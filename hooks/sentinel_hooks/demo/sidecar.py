@@ -45,6 +45,7 @@ class Sidecar:
 
     def __enter__(self) -> Sidecar:
         command = [sys.executable, "-m", "sentinel.cli.main", "serve", "--uds", str(self.socket)]
+        command += ["--data", str(self.socket.parent / "data")]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own command, no shell
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL
