@@ -402,7 +402,7 @@ class Session:
             self.checkpointed(path)
         elif self._awake():
             self._guard.run("settle", self._settle)
-            self._guard.run("ledger", self._remember)
+            self._guard.run("ledger", self._saving.remember)
 
     def detach(self) -> None:
         """Take every hook out, close the trace, say goodbye; a second call does nothing."""
