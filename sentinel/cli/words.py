@@ -15,7 +15,7 @@ _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 _RULES = {
     "nonfinite_params": "the parameters held NaN or inf",
-    "nonfinite_loss": "the loss was NaN or inf several steps in a row",
+    "nonfinite_loss": "the loss was NaN or inf",
     "nonfinite_grad": "the gradients were NaN or inf",
     "loss_spike": "the loss spike lasted",
     "loss_outlier": "the loss was far above its baseline",

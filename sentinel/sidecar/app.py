@@ -17,13 +17,13 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from sentinel import __version__
-from sentinel.sidecar import jobs
+from sentinel.sidecar import jobs, page
 from sentinel.sidecar.middleware import Headers, Timed
 from sentinel.sidecar.routes import control, health, ingest, metrics, read
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
 
-ROUTERS = (ingest.router, read.router, control.router, metrics.router, health.router)
+ROUTERS = (ingest.router, read.router, control.router, metrics.router, health.router, page.router)
 
 
 def create_app(

@@ -1,6 +1,6 @@
 """What people asked for: their orders, acknowledgements and silences, kept, and the audit log.
 
-    people = People(runs, database, clock)
+    people = People(runs, database, hub, clock)
     people.restore()                                   open orders of an earlier start
     people.audit("command", caller, outcome="accepted", run="r7", detail={...})
     incident = await people.incident("r7:3")           or "41", the number of its row
@@ -28,6 +28,7 @@ from sqlalchemy.orm import Session
 
 from sentinel.core.state import Incident
 from sentinel.core.types import Command, CommandKind, IncidentState
+from sentinel.sidecar.hub import Hub
 from sentinel.sidecar.runs import Order, RefusedError, Run, Runs
 from sentinel.sidecar.security import LOCAL, Caller
 from sentinel.sidecar.store.database import Database, StoreError
@@ -81,9 +82,12 @@ class Known:
 class People:
     """See the module docstring."""
 
-    def __init__(self, runs: Runs, database: Database, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, runs: Runs, database: Database, hub: Hub, clock: Callable[[], float]
+    ) -> None:
         self._runs = runs
         self._database = database
+        self._hub = hub
         self._clock = clock
         self.recent: deque[Entry] = deque(maxlen=RECENT)
         runs.on_order = self._changed
@@ -214,6 +218,18 @@ class People:
                 row.acknowledged_at = now
 
         self._database.submit(write)
+        self._hub.publish(
+            "order",
+            run,
+            {
+                "id": command.id,
+                "kind": command.kind.value,
+                "argument": _argument(command),
+                "state": order.state,
+                "taken_step": step,
+                "issued_by": command.issued_by,
+            },
+        )
         if state in ("acknowledged", "expired"):
             self.audit(
                 "command",
@@ -313,6 +329,8 @@ class People:
 
         self._database.submit(write)
         await self.written()
+        told = {"number": incident.number, "opened": incident.opened, **values}
+        self._hub.publish("incident_note", incident.run, told)
 
 
 def _silence(run: Run, key: tuple[int, int], until: float | None, now: float) -> None:

@@ -110,11 +110,13 @@ class TestRoles:
                 assert found[CONTROL]["orders"] is True
                 assert found[CONTROL]["name"] == "ann"
                 assert found[READ]["orders"] is False
-                assert "one of role control" in found[READ]["why"]
-                assert (await at.tcp.get("/v1/access")).status_code == 401
+                assert "not of role control" in found[READ]["why"]
+                stranger = json.loads((await at.tcp.get("/v1/access")).content)
+                assert (stranger["known"], stranger["orders"]) == (False, False)
+                assert stranger["name"] is None
             async with sidecar() as at:
                 said = json.loads((await at.tcp.get("/v1/access")).content)
-                assert (said["tokens"], said["orders"]) == (False, False)
+                assert (said["tokens"], said["known"], said["orders"]) == (False, True, False)
                 assert "--token-file control=FILE" in said["why"]
 
         run(test)

@@ -194,26 +194,31 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/access")
     async def access(request: Request) -> Response:
-        try:
-            caller = door.let_in(request)
-        except RefusedError as error:
-            return refusal(error)
+        """Never refused to somebody without a token: a page asks this first."""
         tokens = service.access.configured
-        orders = caller.may(Role.CONTROL) and (tokens or door.local(request))
+        caller = door.caller(request)
+        try:
+            door.let_in(request)
+        except RefusedError as error:
+            if error.status not in (401, 403):
+                return refusal(error)
+        orders = caller is not None and caller.may(Role.CONTROL)
         why = ""
-        if not orders:
+        if tokens and caller is None:
+            why = "this sidecar wants a token: Authorization: Bearer TOKEN"
+        elif not orders:
             why = (
-                "this token is of role read: use one of role control to give orders"
+                "this token is not of role control: use one that is to give orders"
                 if tokens
                 else "this sidecar was started without a token, so it takes no orders over TCP: "
                 "start it with SENTINEL_TOKEN or --token-file control=FILE, or use the Unix socket"
             )
-        known = tokens and not door.local(request)
         return answer(
             {
                 "tokens": tokens,
-                "name": caller.name if known else None,
-                "roles": sorted(caller.roles) if known else None,
+                "known": caller is not None or not tokens,
+                "name": None if caller is None else caller.name,
+                "roles": [] if caller is None else sorted(caller.roles),
                 "orders": orders,
                 "why": why,
             }

@@ -1,0 +1,360 @@
+// One run: how it is, what happened to it, what a person can do about it.
+
+import { Refused, ask, runPath } from "/assets/api.js";
+import { HeatMap, LineChart } from "/assets/charts.js";
+import { h, replace, say } from "/assets/dom.js";
+import { badge, confirmDialog, nameField, sender, since, unknown } from "/assets/parts.js";
+import { RANGES, loadMap, loadSeries } from "/assets/series.js";
+import {
+  ADVICE, DASH, INCIDENT_STATES, ORDERS, ORDER_STATES, PROTECTIONS, PROTECTION_MEANS, SEVERITIES,
+  STATES, because, deeds, number, shown, step, title,
+} from "/assets/words.js";
+
+const MAPS = [
+  { signal: "layer_grad_norm", title: "Gradient norm by layer", log: true },
+  { signal: "layer_attention_max_logit", title: "Largest attention logit by layer", limit: 50 },
+  { signal: "layer_update_ratio", title: "Update-to-weight ratio by layer", log: true },
+  { signal: "layer_activation_rms", title: "Activation RMS by layer", log: true },
+];
+const SERIES_EVERY_MS = 2000, MAPS_EVERY_MS = 10000, MAP_COLUMNS = 300, RECENT_ROWS = 50;
+
+export class RunView {
+  constructor(name, refresh) {
+    this.title = name;
+    this.name = name;
+    this.refresh = refresh;
+    this.events = runPath(name, "/events");
+    this.range = 1000;
+    this.about = null;
+    this.spots = {};
+    this.seriesAt = this.mapsAt = 0;
+    this.told = new Map();
+    const place = (what, options = {}) => (this.spots[what] = h("div", options));
+
+    this.loss = new LineChart({ title: "Loss", format: (v) => shown(v), empty: "no step has reported a loss yet" });
+    this.norm = new LineChart({ title: "Gradient norm before clipping", log: true, empty: "no step has reported a gradient norm yet" });
+    this.maps = MAPS.map((options) => ({ ...options, map: new HeatMap(options), box: h("div", {}) }));
+    this.recent = h("details", { class: "table", ontoggle: () => this.#recentTable() },
+      h("summary", {}, "The newest steps as a table"),
+      this.recentRows = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The newest steps" }));
+    this.ranges = RANGES.map(([steps, text]) => h("button", {
+      type: "button", class: "small", "aria-pressed": String(steps === this.range), "data-key": `range-${text}`,
+      onclick: () => this.#setRange(steps),
+    }, text));
+
+    this.element = h("div", {},
+      place("head", { class: "head" }), place("notes"), place("facts"),
+      h("section", { class: "plain", "aria-label": "Orders" }, place("actions", { class: "row actions" }), place("orders")),
+      h("section", {}, h("h2", {}, "Incidents"), place("incidents")),
+      h("section", {}, h("div", { class: "head" }, h("h2", {}, "Loss"), h("div", { class: "row", role: "group", "aria-label": "Steps shown" }, this.ranges)),
+        this.loss.element, h("h2", {}, "Gradient norm"), this.norm.element, this.recent),
+      h("div", { class: "cols" }, this.maps.map(({ title: text, box }) => h("section", {}, h("h2", {}, text), box))),
+      h("div", { class: "cols" },
+        h("section", {}, h("h2", {}, "Snapshots"), place("snapshots")),
+        h("section", {}, h("h2", {}, "Memory"), place("memory"))),
+    );
+    replace(this.spots.head, h("h1", {}, name));
+    for (const { box } of this.maps) replace(box, h("p", { class: "empty" }, "loading"));
+  }
+
+  leave() { this.left = true; }
+
+  event(kind) {
+    // What changes the past of the curve is shown at once; plain steps can wait their turn.
+    if (kind !== "steps") this.seriesAt = 0;
+  }
+
+  async load() {
+    const [about, told] = await Promise.all([
+      ask(runPath(this.name)),
+      // A broken database must not hide the run.
+      ask(runPath(this.name, "/incidents")).catch((error) => { if (error instanceof Refused && error.status === 503) return null; throw error; }),
+    ]);
+    this.about = about;
+    this.incidents = merged(about.ledger?.incidents ?? [], told?.incidents ?? []);
+    this.loaded = Date.now();
+    if (this.left) return;
+    this.#facts();
+    this.#actions();
+    this.#orders();
+    this.#incidents();
+    this.#snapshots();
+    replace(this.spots.memory, h("p", { class: "empty" }, "Not measured in this run."));
+    if (this.loaded - this.seriesAt >= SERIES_EVERY_MS) {
+      this.seriesAt = this.loaded;
+      this.series = await loadSeries(this.name, about.step, this.range, this.incidents, this.#points());
+      this.#charts();
+    }
+    if (this.loaded - this.mapsAt >= MAPS_EVERY_MS) {
+      this.mapsAt = this.loaded;
+      for (const one of this.maps) await this.#map(one);
+    }
+  }
+
+  // ---- how it is ------------------------------------------------------------------------
+
+  #facts() {
+    const run = this.about, ledger = run.ledger ?? {}, readings = run.decision?.readings ?? {};
+    const live = run.state === "running" && run.step !== null;
+    const protection = badge(PROTECTIONS[run.protection] ?? unknown(run.protection ?? "protection not known yet"));
+    replace(this.spots.head, h("h1", {}, this.name), badge(STATES[run.state] ?? unknown(run.state)),
+      live ? protection : null);
+    const notes = [];
+    if (live && run.protection === "off") notes.push(["bad", `Protection is off: ${offBecause(run)}`]);
+    else if (live && run.protection) notes.push([run.protection === "blind" ? "bad" : "", `Protection: ${PROTECTION_MEANS[run.protection] ?? run.protection}.`]);
+    if (run.step === null) notes.push(["", "The trainer has registered and not reported a step yet."]);
+    if (!run.decides) notes.push(["warn", `This sidecar only records the run: ${run.reason}`]);
+    if (ledger.stopped) notes.push(["bad", "The rollback budget is spent: training goes on, only non-finite steps and extreme norms are still skipped. A person is needed; “Resume” refills the budget."]);
+    if (run.state === "lost") notes.push(["bad", "The trainer has been silent for too long. Look at the process: it may hang, be killed, or have lost its network."]);
+    if (run.state === "halted") notes.push(["bad", `The run was halted. Clear it with: sentinel resume ${this.name}`]);
+    if (run.second_writers_refused?.length) notes.push(["warn", `A second process tried to write this run (${run.second_writers_refused.length} times) and was refused.`]);
+    if (run.record?.holes) notes.push(["warn", `${run.record.holes} steps are missing in the record.`]);
+    replace(this.spots.notes, notes.map(([tone, text]) => h("p", { class: `note ${tone}` }, text)));
+
+    const healthy = (ledger.snapshots ?? []).filter((s) => s.healthy).map((s) => s.step);
+    const factor = (ledger.manual_lr ?? 1) * (number(run.decision?.lr_factor) ?? 1) / (ledger.manual_lr ?? 1);
+    const counters = ledger.counters ?? {};
+    const total = (pairs) => (pairs ?? []).reduce((n, [, count]) => n + count, 0);
+    const fact = (name, value, more) => h("div", {}, h("dt", {}, name), h("dd", {}, value, more ? h("small", {}, more) : null));
+    replace(this.spots.facts, h("dl", { class: "facts" },
+      fact("Step", step(run.step), run.ledger?.attempt ? `attempt ${run.ledger.attempt}` : null),
+      fact("Loss", shown(run.loss), readings.loss_baseline !== undefined && readings.loss_baseline !== null ? `expected ${shown(readings.loss_baseline)}` : null),
+      fact("Gradient norm", shown(run.grad_norm), readings.norm_baseline ? `mean ${shown(readings.norm_baseline)}` : null),
+      fact("Learning rate", factor === 1 ? "as scheduled" : `× ${shown(factor, 3)}`, factor === 1 ? null : "of the schedule"),
+      fact("Skipped", total(counters.skipped) || (run.ledger ? "none" : DASH)),
+      fact("Rolled back", total(counters.rollbacks) || (run.ledger ? "never" : DASH), ledger.last_target !== null && ledger.last_target !== undefined && total(counters.rollbacks) ? `last to step ${step(ledger.last_target)}` : null),
+      fact("Healthy snapshot", healthy.length ? step(Math.max(...healthy)) : run.ledger ? "none" : DASH, healthy.length ? "newest" : null),
+      fact("Last report", run.step === null ? "none yet" : since(Date.now() - run.last_report_s_ago * 1000)),
+      fact("Policy", run.policy, run.mode === "observe" ? "only observing" : null),
+    ));
+  }
+
+  // ---- what a person can do ---------------------------------------------------------------
+
+  #actions() {
+    const run = this.about, live = run.state === "running";
+    const paused = run.ledger?.automation === false;
+    const button = (key, text, act, options = {}) => h("button", { type: "button", "data-key": key, disabled: !live, onclick: act, ...options }, text);
+    replace(this.spots.actions,
+      paused || run.ledger?.stopped ? button("resume", "Resume automation…", () => this.#order("resume")) : null,
+      paused ? null : button("pause", "Pause automation…", () => this.#order("pause")),
+      button("skip", "Skip next step…", () => this.#order("skip_next")),
+      button("rollback", "Roll back…", () => this.#rollback()),
+      button("scale", "Scale learning rate…", () => this.#scale()),
+      button("halt", "Halt…", () => this.#order("halt"), { class: "danger" }),
+      live ? null : h("span", { class: "mute" }, "This run is over or lost: nobody would hear an order."));
+  }
+
+  #ask(kind, options, fields = [], values = () => ({})) {
+    const send = sender(this.name, kind);
+    confirmDialog({
+      ...options,
+      fields: [...fields, nameField()],
+      act: async (given) => {
+        await send(values(given), given.by);
+        say(`Order sent: ${ORDERS[kind]}. It is carried out at the next step.`);
+        this.refresh();
+      },
+    });
+  }
+
+  #order(kind) {
+    this.#ask(kind, {
+      pause: { title: "Pause automation?", button: "Pause automation", text: "Decisions go on being made and recorded, but nothing is done: no skip, no rollback. The run is unprotected until you resume." },
+      resume: { title: "Resume automation?", button: "Resume automation", text: "Rules act again from the next step, with a full rollback budget." },
+      skip_next: { title: "Skip the next step?", button: "Skip the next step", text: "The next step's gradients are dropped: no parameter and no optimizer state moves. The data goes on." },
+      halt: { title: `Halt ${this.name}?`, button: "Halt the run", danger: true, text: ["The training process saves what is needed for a post-mortem and ends with exit code 86. It does not start again by itself.", "To only stop acting, pause automation instead."] },
+    }[kind]);
+  }
+
+  #rollback(chosen) {
+    const healthy = (this.about.ledger?.snapshots ?? []).filter((s) => s.healthy).map((s) => s.step).sort((a, b) => b - a);
+    if (!healthy.length) {
+      confirmDialog({ title: "Nothing to roll back to", text: "This run has no healthy snapshot yet. One is confirmed by quiet steps after it was taken.", button: "Close", act: async () => {} });
+      return;
+    }
+    const input = h("select", {}, h("option", { value: "" }, `the newest healthy one (step ${step(healthy[0])})`),
+      healthy.map((at) => h("option", { value: at, selected: at === chosen }, `step ${step(at)}`)));
+    this.#ask("rollback", {
+      title: `Roll ${this.name} back?`, button: "Roll back", danger: true,
+      text: `Weights and optimizer go back to a snapshot at the next safe point. The steps since then are lost (the run is at step ${step(this.about.step)}); the data goes on, and is not read again.`,
+    }, [{ name: "target", label: "Snapshot", input }], ({ target }) => (target ? { target: Number(target) } : {}));
+  }
+
+  #scale() {
+    const input = h("input", { type: "number", min: "0.001", max: "10", step: "any", value: "0.5", required: true, inputmode: "decimal" });
+    this.#ask("scale_lr", {
+      title: "Scale the learning rate?", button: "Scale it",
+      text: "Every step's learning rate is multiplied by this, on top of the schedule, until another order changes it; 1 is the schedule alone.",
+    }, [{ name: "value", label: "Factor", input, hint: "Above 0, at most 10." }], ({ value }) => ({ value: Number(value) }));
+  }
+
+  #orders() {
+    const orders = this.about.orders ?? [];
+    for (const order of orders) {
+      const id = order.command.id, before = this.told.get(id);
+      if (before !== undefined && before !== order.state) {
+        const [, , word] = ORDER_STATES[order.state] ?? ["", "", order.state];
+        say(`${ORDERS[order.command.kind] ?? order.command.kind}: ${word}${order.taken_step === null ? "" : ` at step ${step(order.taken_step)}`}`);
+      }
+      this.told.set(id, order.state);
+    }
+    const newest = [...orders].reverse().slice(0, 5);
+    if (!newest.length) { replace(this.spots.orders); return; }
+    replace(this.spots.orders, h("ul", { class: "legend", "aria-label": "Orders given" }, newest.map((order) => h("li", {},
+      badge(ORDER_STATES[order.state] ?? unknown(order.state)), " ", orderText(order),
+      order.taken_step === null || order.taken_step === undefined ? null : ` at step ${step(order.taken_step)}`,
+      order.detail ? `: ${order.detail}` : null,
+      order.command.issued_by ? ` · by ${order.command.issued_by}` : null))));
+  }
+
+  // ---- what happened ------------------------------------------------------------------------
+
+  #incidents() {
+    const { incidents } = this;
+    const list = this.spots.incidents;
+    if (!incidents.length) {
+      replace(list, h("p", { class: "empty" }, this.about.ledger ? "No incident so far." : "Nothing is known yet."));
+      return;
+    }
+    for (const incident of incidents) {
+      const before = this.told.get(`i${incident.number}`);
+      if (before !== incident.state && (before !== undefined || this.heard)) {
+        say(`Incident ${incident.number} ${incident.state}: ${incident.summary}`);
+      }
+      this.told.set(`i${incident.number}`, incident.state);
+    }
+    this.heard = true;
+    const names = this.about.layers ?? [];
+    const shownOnes = incidents.slice(0, 12);
+    replace(list, h("ul", { class: "list" }, shownOnes.map((i) => {
+      const open = i.state !== "resolved";
+      const id = `${this.name}:${i.number}`;
+      const done = deeds(i.actions);
+      const layers = (i.layers ?? []).map((l) => names[l] ?? `layer ${l}`);
+      const silenced = i.silenced_until && i.silenced_until * 1000 > Date.now();
+      return h("li", { class: open ? "open" : null },
+        h("div", { class: "row" },
+          h("h3", {}, `${i.number}. ${title(i.key)}`), badge(SEVERITIES[i.severity] ?? unknown(i.severity)),
+          badge(INCIDENT_STATES[i.state] ?? unknown(i.state)),
+          i.acknowledged_by ? badge(["✓", "mute", `acknowledged by ${i.acknowledged_by}`]) : null,
+          silenced ? badge(["z", "mute", `silenced until ${new Date(i.silenced_until * 1000).toLocaleTimeString()}`]) : null),
+        h("p", {}, i.summary),
+        h("p", { class: "mute" }, `${i.steps} troubled ${i.steps === 1 ? "step" : "steps"}, ${i.opened === i.last ? `at step ${step(i.opened)}` : `from step ${step(i.opened)} to ${step(i.last)}`}${i.resolved === null || i.resolved === undefined ? "" : `; over at step ${step(i.resolved)}`}`),
+        layers.length ? h("p", {}, `Layers: ${layers.slice(0, 6).join(", ")}${layers.length > 6 ? ` and ${layers.length - 6} more` : ""}`) : null,
+        done.length ? h("div", {}, "What was done:", h("ul", {}, done.slice(-8).map((text) => h("li", {}, text)))) : h("p", { class: "mute" }, "Nothing was done about it: it is advice."),
+        ADVICE[i.key] ? h("p", { class: "note" }, ADVICE[i.key]) : null,
+        open ? h("div", { class: "row" },
+          h("button", { type: "button", class: "small", "data-key": `ack-${id}`, onclick: () => this.#ack(id, i) }, "Acknowledge…"),
+          h("button", { type: "button", class: "small", "data-key": `silence-${id}`, onclick: () => this.#silence(id, i) }, "Silence…")) : null);
+    })), incidents.length > shownOnes.length ? h("p", { class: "mute" }, `and ${incidents.length - shownOnes.length} older ones: sentinel incidents ${this.name}`) : null);
+  }
+
+  #ack(id, incident) {
+    confirmDialog({
+      title: `Acknowledge incident ${incident.number}?`, button: "Acknowledge",
+      text: incident.latched ? "Everybody sees that you have taken it. It is latched: your acknowledgement also ends it." : "Everybody sees that you have taken it. It ends by itself when the run is quiet.",
+      fields: [nameField()],
+      act: async ({ by }) => {
+        await ask(`/v1/incidents/${encodeURIComponent(id)}/ack`, { method: "POST", body: { by } });
+        say(`Incident ${incident.number} acknowledged`);
+        this.refresh();
+      },
+    });
+  }
+
+  #silence(id, incident) {
+    const input = h("select", {}, [[1800, "30 minutes"], [7200, "2 hours"], [28800, "8 hours"], [86400, "a day"]].map(([s, text]) => h("option", { value: s }, text)));
+    confirmDialog({
+      title: `Silence incident ${incident.number}?`, button: "Silence",
+      text: "Nobody is paged about it for that long. Sentinel goes on acting.",
+      fields: [{ name: "for_s", label: "For", input }, nameField()],
+      act: async ({ for_s, by }) => {
+        await ask(`/v1/incidents/${encodeURIComponent(id)}/silence`, { method: "POST", body: { for_s: Number(for_s), by } });
+        say(`Incident ${incident.number} silenced`);
+        this.refresh();
+      },
+    });
+  }
+
+  #snapshots() {
+    const { ledger, step: now, state } = this.about;
+    const snapshots = [...(ledger?.snapshots ?? [])].sort((a, b) => b.step - a.step);
+    if (!snapshots.length) {
+      replace(this.spots.snapshots, h("p", { class: "empty" }, ledger ? "No snapshot yet: nothing to roll back to." : "Nothing is known yet."));
+      return;
+    }
+    replace(this.spots.snapshots, h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Snapshots" },
+      h("table", { class: "cards", role: "table", "aria-label": "Snapshots" },
+        h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, ["Step", "State", "Steps ago", "Action"].map((t) => h("th", { scope: "col", role: "columnheader" }, t)))),
+        h("tbody", { role: "rowgroup" }, snapshots.map((one) => h("tr", { role: "row" },
+          h("th", { scope: "row", role: "rowheader" }, step(one.step)),
+          h("td", { role: "cell", "data-label": "State" }, h("span", {}, badge(one.healthy ? ["✓", "ok", "healthy"] : ["…", "warn", `candidate, ${one.quiet} quiet steps`]), " ",
+            ledger.last_target === one.step ? badge(["◆", "mute", "used by the last rollback"]) : null)),
+          h("td", { role: "cell", "data-label": "Steps ago" }, now === null ? DASH : step(now + 1 - one.step)),
+          h("td", { role: "cell" }, one.healthy && state === "running" ? h("button", { type: "button", class: "small", "data-key": `back-${one.step}`, "aria-label": `Roll back to step ${one.step}…`, onclick: () => this.#rollback(one.step) }, "Roll back…") : null)))))));
+  }
+
+  // ---- curves ---------------------------------------------------------------------------------
+
+  #setRange(steps) {
+    this.range = steps;
+    this.ranges.forEach((button, n) => button.setAttribute("aria-pressed", String(RANGES[n][0] === steps)));
+    this.seriesAt = this.mapsAt = 0;
+    this.refresh();
+  }
+
+  #points() { return Math.max(200, Math.min(1500, Math.round(this.element.clientWidth * 1.5) || 600)); }
+
+  #charts() {
+    const { loss, norm, marks } = this.series;
+    this.loss.update({ x: loss.x, lines: [{ name: "loss", y: loss.y }], marks });
+    this.norm.update({ x: norm.x, lines: [{ name: "gradient norm", y: norm.y }], marks: marks.filter((m) => m.kind !== "spike") });
+    this.#recentTable();
+  }
+
+  #recentTable() {
+    if (!this.recent.open || !this.about) return;
+    const words = ["", "skipped", "rolled back", "halted"];
+    const rows = (this.about.recent ?? []).slice(-RECENT_ROWS).reverse().map((row) => {
+      const action = words[row.action] ?? { skip_step: "skipped", rollback: "rolled back", halt: "halted", proceed: "" }[row.action] ?? "";
+      return h("tr", {}, h("th", { scope: "row" }, step(row.step)), h("td", {}, shown(row.loss)), h("td", {}, shown(row.grad_norm)),
+        h("td", {}, action ? `${action}: ${because(row.rule)}` : ""));
+    });
+    this.recentRows.replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, ["Step", "Loss", "Gradient norm", "What happened"].map((t) => h("th", { scope: "col" }, t)))), h("tbody", {}, rows)));
+  }
+
+  async #map({ signal, map, box }) {
+    const data = await loadMap(this.name, signal, this.about.step, this.range, MAP_COLUMNS);
+    if (!data) {
+      replace(box, h("p", { class: "empty" }, "Not measured in this run."));
+      return;
+    }
+    if (map.element.parentElement !== box) replace(box, map.element);
+    map.update(data);
+  }
+}
+
+// The engine's list is the newest, the record's has what people did; what fell off the first is
+// in the second. Newest first.
+function merged(live, recorded) {
+  const found = new Map(recorded.map((i) => [`${i.number}:${i.opened}`, i]));
+  for (const i of live) found.set(`${i.number}:${i.opened}`, { ...found.get(`${i.number}:${i.opened}`), ...i });
+  return [...found.values()].sort((a, b) => b.opened - a.opened || b.number - a.number);
+}
+
+function offBecause(run) {
+  const ledger = run.ledger ?? {};
+  if (run.mode === "observe") return "the policy only observes; it records what it would have done.";
+  if (ledger.automation === false) return "a person paused automation.";
+  if (ledger.stopped) return "the rollback budget is spent.";
+  return run.step === null ? "no step has been decided yet." : "the engine does not act.";
+}
+
+function orderText({ command }) {
+  const text = ORDERS[command.kind] ?? command.kind;
+  if (command.kind === "scale_lr") return `${text} × ${shown(command.value)}`;
+  if (command.kind === "rollback") return command.target === null || command.target === undefined ? text : `${text} to step ${step(command.target)}`;
+  if (command.kind === "ack") return `acknowledge incident ${command.target}`;
+  return text;
+}
