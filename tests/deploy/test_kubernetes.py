@@ -128,8 +128,7 @@ def test_sentinel_is_a_native_sidecar_that_starts_first() -> None:
 def test_trainer_and_sidecar_meet_at_the_socket_that_attach_looks_for() -> None:
     from sentinel_hooks.link import STANDARD_SOCKET
 
-    args = sidecar()["args"]
-    assert args[args.index("--uds") + 1] == STANDARD_SOCKET
+    assert build_parser().parse_args(sidecar()["args"]).uds == STANDARD_SOCKET
     (volume,) = [v for v in pod()["volumes"] if v["name"] == "socket"]
     assert "emptyDir" in volume
     for container in (sidecar(), trainer()):
@@ -141,6 +140,8 @@ def test_trainer_and_sidecar_meet_at_the_socket_that_attach_looks_for() -> None:
 def test_the_sidecars_arguments_are_those_of_the_command() -> None:
     options = build_parser().parse_args(sidecar()["args"])
     assert (options.host, options.port) == ("0.0.0.0", 8123)
+    mounts = {m["name"]: m["mountPath"] for m in sidecar()["volumeMounts"]}
+    assert str(options.data).startswith(mounts["runs"] + "/")  # the root is read-only
     assert sidecar()["ports"] == [{"name": "metrics", "containerPort": 8123}]
 
 
