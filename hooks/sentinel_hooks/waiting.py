@@ -358,8 +358,7 @@ class TrainerSession:
         """The trainer has just written a checkpoint of its own there."""
         session = self._session
         if session is not None and not session.detached:
-            with contextlib.suppress(AttachError):  # nobody said how to load one
-                session.checkpointed(path)
+            session.saved(path)
 
     def end(self) -> None:
         """Training is over, one way or another."""
