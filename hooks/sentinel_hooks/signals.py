@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from sentinel.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """Signals beyond loss and global gradient norm.
+    """Signals beyond loss and global gradient norm; docs/signals.md says what each costs.
 
     Attributes:
         layer_grad_norm: the gradient norm of every layer, in the trace and at the sidecar.
+        attention: the largest attention logit of every layer.
+        activations: RMS, largest magnitude and spread of every block's output.
+        update_ratio: update-to-weight ratio and weight norm of every layer, on sampled steps.
+        clip_pressure: share of steps that the user's clipping shortened.
+        memory: bytes by kind, on sampled steps.
+        pace: step time and tokens a second.
+        every: steps from one sample to the next, for the signals that are sampled.
     """
 
     layer_grad_norm: bool = True
+    attention: bool = True
+    activations: bool = True
+    update_ratio: bool = True
+    clip_pressure: bool = True
+    memory: bool = True
+    pace: bool = True
+    every: int = 10
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layer_grad_norm, bool):
-            raise ConfigError(
-                f"signals.layer_grad_norm must be True or False, got {self.layer_grad_norm!r}"
-            )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "every":
+                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                    raise ConfigError(
+                        f"signals.every must be a number of steps, at least 1, got {value!r}"
+                    )
+            elif not isinstance(value, bool):
+                raise ConfigError(f"signals.{field.name} must be True or False, got {value!r}")

@@ -1,0 +1,367 @@
+"""Activation probe: RMS, largest magnitude and spread of what every block puts out.
+
+    probe = ActivationProbe(models, table)
+    probe.attach(); ...; probe.before_step(step); values = read(probe.pending(), [])[0]
+    columns = resolve(probe, values)
+
+Two reductions a block and micro-batch, written into buffers that are there from the start. nan and
+inf pass through: a row that is not finite says that the block's output is not (an RMS may be inf
+for finite outputs beyond 1e19: then the largest magnitude is finite).
+
+The spread says whether a block still tells its tokens apart: of up to 32 tokens, the norm of what
+differs from their mean over the norm of all. Near 0 all are alike: the representation has
+collapsed. Taken every `every` steps, of the first micro-batch.
+
+A block is a child of a ModuleList or Sequential that has a number for a name, outermost first;
+without any, the root's own children. Of more than MOST blocks an even selection is watched.
+
+Shapes:  columns float32 [L]. A block's numbers stand in the row of its last layer.
+Purity:  does not wait for the device. Under no_grad (evaluation), and when a forward is recomputed
+         in a backward pass, nothing is measured.
+Threads: one training thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sentinel.core.types import (
+    LAYER_ACTIVATION_ABSMAX,
+    LAYER_ACTIVATION_RMS,
+    LAYER_ACTIVATION_SPREAD,
+    NOT_MEASURED,
+    Column,
+)
+from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.probes import capture
+from sentinel_hooks.probes.probe import Combine, Float64, Parts, Quiet, Unseen, column
+from sentinel_hooks.seams.safe_point import INERT
+
+SQUARES, COUNT, LARGEST, SPREAD = (
+    "activation_squares",
+    "activation_count",
+    "activation_absmax",
+    "activation_spread",
+)
+MOST = 128  # blocks
+SLOTS = 4  # micro-batches that are kept apart until the gate; more are folded into one
+TOKENS = 32  # of which the spread is taken
+_NORM, _LOW, _HIGH, _SPREAD, _FIELDS = range(5)
+
+
+class Block:
+    """One watched module, and where its numbers go."""
+
+    __slots__ = (
+        "count",
+        "device",
+        "index",
+        "name",
+        "numel",
+        "row",
+        "seen",
+        "slot",
+        "spread",
+        "trouble",
+        "views",
+        "wanted",
+    )
+
+    def __init__(self, name: str, row: int, slot: Tensor) -> None:
+        self.name = name
+        self.row = row
+        self.slot = slot  # its address names the block in compiled code
+        self.device: torch.device | None = None
+        self.index = 0
+        self.views: list[list[Tensor]] = []  # [slot][field], 0-d views of the buffer
+        self.count = 0  # slots in use
+        self.numel = 0
+        self.spread = False  # was taken since the last step
+        self.wanted = True  # shall be taken
+        self.seen = False  # in a forward since the last step
+        self.trouble = ""
+
+
+_BY_ADDRESS: dict[int, tuple[ActivationProbe, Block]] = {}
+
+
+class _Out:
+    """A forward hook that does not travel: in a copy or a pickle of its module it is inert."""
+
+    def __init__(self, probe: ActivationProbe, block: Block, token: Tensor) -> None:
+        self.probe = probe
+        self.block = block
+        self.slot = block.slot
+        self.token = token
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        x = output if isinstance(output, Tensor) else _first(output)
+        if x is None:
+            return
+        if torch.compiler.is_compiling():
+            torch.ops.torch_sentinel.activated(self.token, self.slot, x.detach())
+        else:
+            self.probe.take(self.block, x)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return INERT
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return INERT.__reduce__()  # type: ignore[return-value]
+
+
+def _run_activated(token: Tensor, slot: Tensor, x: Tensor) -> None:
+    found = _BY_ADDRESS.get(slot.data_ptr())
+    if found is not None:
+        found[0].take(found[1], x)
+
+
+capture.operator("activated", "Tensor slot, Tensor x", _run_activated)
+
+
+class ActivationProbe(Quiet):
+    """Watches the blocks of `models`."""
+
+    combine: Mapping[str, Combine] = {
+        SQUARES: Combine.SUM,
+        COUNT: Combine.SUM,
+        LARGEST: Combine.MAX,
+        SPREAD: Combine.MAX,
+    }
+
+    def __init__(self, models: Sequence[nn.Module], table: LayerTable, every: int = 10) -> None:
+        self._table = table
+        self._every = every
+        self._modules, self._blocks = _blocks(models, table)
+        self._buffers: dict[torch.device, Tensor] = {}
+        self._handles: list[Any] = []
+        self._counts: list[tuple[int, int, bool]] = []
+        self._taken: list[tuple[torch.device, int, list[Block]]] = []
+        self._vectors: list[Tensor] = []
+        self._steps = 0
+
+    def attach(self) -> None:
+        """One forward hook for each block."""
+        if self._handles:
+            return
+        for module, block in zip(self._modules, self._blocks, strict=True):
+            _BY_ADDRESS[block.slot.data_ptr()] = (self, block)
+            token = capture.token(block.slot.device)
+            self._handles.append(module.register_forward_hook(_Out(self, block, token)))
+
+    def detach(self) -> None:
+        """Everything out."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for block in self._blocks:
+            _BY_ADDRESS.pop(block.slot.data_ptr(), None)
+
+    # -- in the forward ------------------------------------------------------------------------
+
+    def take(self, block: Block, x: Tensor) -> None:
+        """Measure one output; called in the user's forward, so nothing may come out of it."""
+        again = torch._C._current_graph_task_id() != -1
+        if (again and block.seen) or block.trouble:
+            return
+        try:
+            self._take(block, x.detach())
+            block.seen = block.seen or not again
+        except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
+            block.trouble = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+    def _take(self, block: Block, x: Tensor) -> None:
+        if not x.numel() or not x.is_floating_point():
+            return
+        if block.device != x.device:
+            self._settle_in(block, x.device)
+        if block.count == SLOTS:
+            _fold(block)
+        view = block.views[block.count]
+        if x.dtype == torch.float32:
+            torch.linalg.vector_norm(x, out=view[_NORM])
+            torch.aminmax(x, out=(view[_LOW], view[_HIGH]))
+        else:
+            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+            view[_NORM].copy_(torch.linalg.vector_norm(x, dtype=wide))
+            low, high = torch.aminmax(x)
+            view[_LOW].copy_(low)
+            view[_HIGH].copy_(high)
+        if block.wanted and not block.spread and x.dim() in (2, 3):
+            rows = x.reshape(-1, x.size(-1))
+            rows = rows[:: max(1, rows.size(0) // TOKENS)][:TOKENS].float()
+            if rows.size(0) > 1:
+                apart = torch.linalg.vector_norm(rows - rows.mean(0))
+                block.views[0][_SPREAD].copy_(apart / torch.linalg.vector_norm(rows))
+                block.spread = True
+        block.count += 1
+        block.numel += x.numel()
+
+    def _settle_in(self, block: Block, device: torch.device) -> None:
+        """The block's place in the buffer of the device on which its output lies."""
+        buffer = self._buffers.get(device)
+        if buffer is None:
+            buffer = torch.zeros(SLOTS, len(self._blocks), _FIELDS, device=device)
+            self._buffers[device] = buffer
+        block.index = sum(b.device == device for b in self._blocks)
+        block.device = device
+        block.views = [[buffer[k, block.index, f] for f in range(_FIELDS)] for k in range(SLOTS)]
+
+    # -- at the gate ---------------------------------------------------------------------------
+
+    def before_step(self, step: int) -> None:
+        """Hand over what was written since the last step."""
+        self._taken, self._vectors = [], []
+        wanted = (step + 1) % self._every == 0
+        for device, buffer in self._buffers.items():
+            blocks = [b for b in self._blocks if b.device == device]
+            used = max((b.count for b in blocks), default=0)
+            if used:
+                self._taken.append((device, used, blocks))
+                # A copy: the next forward may begin before it is read.
+                self._vectors.append(buffer[:used].flatten().clone())
+        self._counts = [(b.count, b.numel, b.spread) for b in self._blocks]
+        for block in self._blocks:
+            block.count = block.numel = 0
+            block.spread = block.seen = False
+            block.wanted = wanted
+        if self._vectors:
+            self._steps += 1
+
+    def pending(self) -> list[Tensor]:
+        """The buffers, as far as they were used."""
+        return self._vectors
+
+    def parts(self, values: Sequence[Float64]) -> dict[str, Float64]:
+        """Sums and maxima of each row."""
+        if not values:
+            return {}
+        L = len(self._table)
+        squares, count = np.zeros(L), np.zeros(L)
+        largest, spread = np.full(L, NOT_MEASURED), np.full(L, NOT_MEASURED)
+        counts = {id(b): c for b, c in zip(self._blocks, self._counts, strict=True)}
+        for (_, used, blocks), value in zip(self._taken, values, strict=True):
+            table = value.reshape(used, -1, _FIELDS)
+            for block in blocks:
+                slots, numel, has_spread = counts[id(block)]
+                if not slots:
+                    continue
+                own = table[:slots, block.index]
+                squares[block.row] += float(np.square(own[:, _NORM]).sum())
+                count[block.row] += numel
+                most = np.maximum(own[:, _HIGH].max(), -own[:, _LOW].min())
+                largest[block.row] = np.maximum(largest[block.row], most)
+                if has_spread:
+                    spread[block.row] = np.maximum(spread[block.row], own[0, _SPREAD])
+        self._vectors = []
+        return {SQUARES: squares, COUNT: count, LARGEST: largest, SPREAD: spread}
+
+    def finish(self, parts: Parts) -> dict[str, Column]:
+        """RMS, largest magnitude, and on sampled steps the spread."""
+        if COUNT not in parts:
+            return {}
+        count = parts[COUNT]
+        with np.errstate(invalid="ignore"):
+            mean = np.sqrt(parts[SQUARES] / np.maximum(count, 1.0))
+        rms = np.where(count > 0, mean, NOT_MEASURED)
+        columns = {}
+        for name, values in (
+            (LAYER_ACTIVATION_RMS, rms),
+            (LAYER_ACTIVATION_ABSMAX, parts[LARGEST]),
+            (LAYER_ACTIVATION_SPREAD, parts[SPREAD]),
+        ):
+            found = column(values)
+            if found is not None:
+                columns[name] = found
+        return columns
+
+    def blind_spots(self) -> list[Unseen]:
+        """Blocks whose output was never seen, or cannot be measured."""
+        spots = []
+        unseen = [b.name for b in self._blocks if b.device is None and not b.trouble]
+        if self._steps and unseen:
+            spots.append(
+                Unseen(
+                    f"activations of {_names(unseen)} are not seen: no forward of them ran",
+                    "attach() before the model is compiled for the first time, or "
+                    "torch.compiler.reset()",
+                )
+            )
+        for trouble in dict.fromkeys(b.trouble for b in self._blocks if b.trouble):
+            names = [b.name for b in self._blocks if b.trouble == trouble]
+            spots.append(
+                Unseen(
+                    f"activations of {_names(names)} are not seen: {trouble}",
+                    "the other signals are not touched by this",
+                )
+            )
+        return spots
+
+
+def _fold(block: Block) -> None:
+    """All slots into the first, so that there is room for one more micro-batch."""
+    slots = block.views
+    norms = torch.stack([v[_NORM] for v in slots])
+    lows = torch.stack([v[_LOW] for v in slots])
+    highs = torch.stack([v[_HIGH] for v in slots])
+    slots[0][_NORM].copy_(torch.linalg.vector_norm(norms))
+    slots[0][_LOW].copy_(lows.amin())
+    slots[0][_HIGH].copy_(highs.amax())
+    block.count = 1
+
+
+def _first(output: Any) -> Tensor | None:
+    if isinstance(output, dict):
+        output = tuple(output.values())
+    if isinstance(output, tuple | list):
+        for item in output:
+            if isinstance(item, Tensor):
+                return item
+    return None
+
+
+def _blocks(models: Sequence[nn.Module], table: LayerTable) -> tuple[list[nn.Module], list[Block]]:
+    found: list[tuple[str, nn.Module]] = []
+    for model in models:
+        numbered = _numbered(model)
+        found += numbered or [(n, m) for n, m in model.named_children()]
+    rows = [(name, module, table.rows_under(module)) for name, module in found]
+    rows = [(name, module, own) for name, module, own in rows if own]
+    if len(rows) > MOST:
+        rows = [rows[i * len(rows) // MOST] for i in range(MOST)]
+    made: list[Block] = []
+    modules: list[nn.Module] = []
+    for name, module, own in rows:
+        device = next(module.parameters()).device
+        made.append(Block(name, own[-1], capture.slots(device, 1)[0]))
+        modules.append(module)
+    return modules, made
+
+
+def _numbered(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Children with a number for a name, outermost first, none inside another."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        listed = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if listed and name.isdigit():
+                found.append((path, child))
+            else:
+                walk(child, path + ".")
+
+    walk(model, "")
+    return found
+
+
+def _names(names: Sequence[str]) -> str:
+    few = ", ".join(names[:3])
+    return few if len(names) <= 3 else f"{few} and {len(names) - 3} more"

@@ -1,0 +1,512 @@
+"""The attention probe: what it sees, what it says that it cannot see, and that it moves nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention as early
+from torch.utils.checkpoint import checkpoint
+
+from sentinel.core.types import LAYER_ATTENTION_MAX_LOGIT
+from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.probes import exact
+from sentinel_hooks.probes.attention import AttentionProbe
+from sentinel_hooks.probes.places import WHERE
+from sentinel_hooks.probes.probe import resolve
+from sentinel_hooks.probes.read import read
+
+pytestmark = pytest.mark.torch
+WIDTH, HEADS, LENGTH = 16, 2, 12
+
+
+class Attn(nn.Module):
+    """Attention that calls `how`."""
+
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.how = how
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, D = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        self.last = (q.detach(), k.detach())
+        out: Tensor = self.out(self.how(q, k, v).transpose(1, 2).reshape(B, T, D))
+        return out
+
+
+class Model(nn.Module):
+    """Layers of attention."""
+
+    def __init__(self, how: Any, layers: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"attn": Attn(how)}) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block["attn"](x)
+        return x.square().mean()
+
+
+def by_attribute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def by_early_name(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return early(q, k, v, is_causal=True)
+
+
+def by_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(causal(q, k), dim=-1) @ v
+
+
+def by_torch_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(causal(q, k), dim=-1, dtype=torch.float32) @ v
+
+
+def by_softmax_module(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = nn.Softmax(dim=-1)(causal(q, k)) @ v
+    return out
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = causal(q, k).exp()
+    return s / s.sum(-1, keepdim=True) @ v
+
+
+def causal(q: Tensor, k: Tensor) -> Tensor:
+    s = q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))
+    later = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1)
+    return s.masked_fill(later, torch.finfo(s.dtype).min)
+
+
+def truth(attn: Attn) -> list[float]:
+    """The largest causal score of each head, in float64."""
+    assert attn.last is not None
+    q, k = (t.double() for t in attn.last)
+    s = (q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))).tril().numpy()
+    allowed = np.tril(np.ones(s.shape[-2:], bool))
+    return [float(s[:, h][:, allowed].max()) for h in range(HEADS)]
+
+
+class Watch:
+    """A probe on a model, and one step at a time."""
+
+    def __init__(self, model: nn.Module, threshold: float = 50.0) -> None:
+        self.model = model
+        self.table = LayerTable.of([model])
+        self.probe = AttentionProbe([model], self.table, threshold)
+        self.probe.attach()
+        self.t = 0
+
+    def column(self) -> Any:
+        self.probe.before_step(self.t)
+        self.t += 1
+        values, _ = read(self.probe.pending(), [])
+        return resolve(self.probe, values).get(LAYER_ATTENTION_MAX_LOGIT)
+
+    def layers(self) -> dict[str, float]:
+        column = self.column()
+        if column is None:
+            return {}
+        return {
+            layer.name: float(value)
+            for layer, value in zip(self.table.layers, column, strict=True)
+            if not np.isneginf(value)
+        }
+
+
+@pytest.fixture
+def watch() -> Iterator[Any]:
+    made: list[Watch] = []
+
+    def start(model: nn.Module, threshold: float = 50.0) -> Watch:
+        made.append(Watch(model, threshold))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.probe.detach()
+
+
+def batch() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, LENGTH, WIDTH)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [by_attribute, by_early_name, by_softmax, by_torch_softmax, by_softmax_module],
+    ids=lambda how: how.__name__,
+)
+def test_each_layer_and_head_has_its_largest_logit_however_it_is_written(
+    how: Any, watch: Any
+) -> None:
+    torch.manual_seed(0)
+    model = Model(how)
+    w = watch(model)
+    for _ in range(2):  # twice: the first measurement is a rule of its own
+        model(batch()).backward()
+        found = w.layers()
+        assert list(found) == [f"blocks.{i}.attn.qkv" for i in range(3)]
+        for i in range(3):
+            heads = truth(model.blocks[i]["attn"])
+            name = f"blocks.{i}.attn.qkv"
+            bounds = (max(heads) - 1e-5, max(heads) + math.log(LENGTH))
+            assert bounds[0] <= found[name] <= bounds[1]
+            assert np.all(w.probe.heads[name] >= np.array(heads) - 1e-5)
+    assert w.probe.blind_spots() == []
+
+
+def test_a_layer_that_nobody_can_see_is_named_with_the_way_out(watch: Any) -> None:
+    model = Model(by_hand)
+    w = watch(model)
+    model(batch()).backward()
+    assert w.column() is None
+    (spot,) = w.probe.blind_spots()
+    assert "blocks.0.attn, blocks.1.attn, blocks.2.attn" in spot.what
+    assert "F.scaled_dot_product_attention" in spot.way_out
+
+
+def test_frozen_attention_is_named_and_not_made_up(watch: Any) -> None:
+    model = Model(by_attribute)
+    model.blocks[0].requires_grad_(False)
+    w = watch(model)
+    model(batch()).backward()
+    assert list(w.layers()) == ["blocks.1.attn.qkv", "blocks.2.attn.qkv"]
+    (spot,) = w.probe.blind_spots()
+    assert "blocks.0.attn" in spot.what
+    assert "frozen" in spot.what
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multihead_attention_is_seen_with_and_without_its_weights(
+    need_weights: bool, watch: Any
+) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mha = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.mha(x, x, x, need_weights=need_weights)[0]
+            return out.square().mean()
+
+    torch.manual_seed(0)
+    model = Wrapped()
+    w = watch(model, threshold=-1e9)  # everything is above: the probe wants it exact
+    for _ in range(3):
+        model(batch()).backward()
+        found = w.layers()
+    x = batch().double()
+    weight = model.mha.in_proj_weight.detach().double()
+    bias = model.mha.in_proj_bias.detach().double()
+    q, k = (F.linear(x, weight, bias).view(2, LENGTH, 3, HEADS, -1).permute(2, 0, 3, 1, 4))[:2]
+    s = (q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))).amax((0, 2, 3))
+    assert found == {"mha": pytest.approx(float(s.max()), rel=1e-4)}
+    assert w.probe.heads["mha"].tolist() == pytest.approx(s.tolist(), rel=1e-4)
+
+
+def test_evaluation_is_not_training(watch: Any) -> None:
+    model = Model(by_attribute)
+    w = watch(model)
+    model(batch()).backward()
+    small = w.layers()
+    model(batch()).backward()
+    with torch.no_grad():
+        model(batch() * 1e3)
+    assert w.layers()["blocks.0.attn.qkv"] <= small["blocks.0.attn.qkv"] + math.log(LENGTH)
+
+
+def test_micro_batches_count_with_their_largest(watch: Any) -> None:
+    model = Model(by_attribute)
+    w = watch(model)
+    alone = []
+    for scale in (1.0, 40.0, 2.0, 1.0, 1.0, 1.0, 1.0):
+        model(batch() * scale).backward()
+        alone.append(w.layers()["blocks.0.attn.qkv"])
+    for scale in (1.0, 40.0, 2.0, 1.0, 1.0, 1.0, 1.0):
+        model(batch() * scale).backward()
+    assert w.layers()["blocks.0.attn.qkv"] == pytest.approx(max(alone), abs=math.log(LENGTH))
+    assert w.column() is None  # and not again
+
+
+def test_a_nan_is_a_measurement(watch: Any) -> None:
+    model = Model(by_attribute)
+    w = watch(model)
+    with torch.no_grad():
+        model.blocks[1]["attn"].qkv.weight[0, 0] = math.nan
+    model(batch()).backward()
+    found = w.layers()
+    assert math.isfinite(found["blocks.0.attn.qkv"])
+    assert math.isnan(found["blocks.1.attn.qkv"])
+
+
+def test_rows_that_see_no_key_say_nothing(watch: Any) -> None:
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[:5] = False
+    shift = 30.0  # all real scores are far below 0, where an empty row would stand out
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bias = torch.full((LENGTH, LENGTH), -shift).masked_fill(~mask, -math.inf)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    model = Model(masked)
+    w = watch(model)
+    for _ in range(3):
+        model(batch()).backward()
+        found = w.layers()
+        assert found
+        assert max(found.values()) < -shift / 2
+
+
+@pytest.mark.parametrize("how", [by_attribute, by_softmax], ids=lambda how: how.__name__)
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_outputs_and_gradients_are_bitwise_those_without_us(
+    how: Any, reentrant: bool | None, watch: Any
+) -> None:
+    torch.manual_seed(0)
+    model = Model(how)
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        x = batch().requires_grad_()
+        y = x
+        for block in model.blocks:
+            if reentrant is None:
+                y = y + block["attn"](y)
+            else:
+                y = y + checkpoint(block["attn"], y, use_reentrant=reentrant)
+        loss = y.square().mean()
+        loss.backward()
+        return [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]  # type: ignore[list-item,union-attr]
+
+    alone = step()
+    w = watch(model)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(alone, step(), strict=True))
+        assert len(w.layers()) == 3
+
+
+def test_counted_once_under_checkpointing(watch: Any) -> None:
+    model = Model(by_attribute)
+    w = watch(model)
+    x = batch().requires_grad_()
+    for _ in range(2):
+        checkpoint(model, x, use_reentrant=False).backward()
+        places = [p for _, p in w.probe._places if p.attention]
+        assert [len(p.raw) + len(p.low) for p in places] == [1, 1, 1]
+        w.column()
+
+
+def test_the_hot_path_reads_nothing_from_the_device(watch: Any) -> None:
+    """On a meta device any .item(), .tolist(), boolean mask or copy raises."""
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="meta")
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    for how in (by_attribute, masked, by_meta_softmax):
+        model = Model(how).to("meta")
+        w = watch(model)
+        for level in range(3):
+            for _, place in w.probe._places:
+                place.level = level
+            model(torch.empty(2, LENGTH, WIDTH, device="meta")).backward()
+            w.probe.before_step(level)
+            pending = w.probe.pending()
+            assert pending
+            assert all(p.device.type == "meta" for p in pending)
+            for _, place in w.probe._places:
+                assert not place.trouble
+                place.clear()
+
+
+def by_meta_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.transpose(-1, -2), dim=-1) @ v
+
+
+def test_no_graph_is_kept_alive(watch: Any) -> None:
+    model = Model(by_attribute)
+    w = watch(model)
+    gone: list[Any] = []
+
+    class Marked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            marker = nn.Identity()
+            ctx.marker = marker
+            gone.append(weakref.ref(marker))
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    for _ in range(3):
+        loss = model(Marked.apply(batch().requires_grad_()))
+        loss.backward()
+        del loss
+        assert w.column() is not None
+        gc.collect()
+        assert gone[-1]() is None
+    model(Marked.apply(batch().requires_grad_()))  # a forward that is thrown away
+    gc.collect()
+    assert gone[-1]() is None
+
+
+def test_detach_takes_everything_out_and_copies_carry_nothing(watch: Any) -> None:
+    model = Model(by_attribute)
+    before = (
+        F.scaled_dot_product_attention,
+        F.softmax,
+        torch.softmax,
+        by_early_name.__globals__["early"],
+        [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+    )
+    keys = list(model.state_dict())
+    w = watch(model)
+    assert F.scaled_dot_product_attention is not before[0]
+    twin = copy.deepcopy(model)
+    assert pickle.loads(pickle.dumps(nn.Linear(1, 1))) is not None
+    assert list(model.state_dict()) == keys
+    twin(batch()).backward()
+    assert w.column() is None  # a copy is nobody's
+    w.probe.detach()
+    w.probe.detach()
+    after = (
+        F.scaled_dot_product_attention,
+        F.softmax,
+        torch.softmax,
+        by_early_name.__globals__["early"],
+        [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+    )
+    assert after == before
+    assert WHERE.by_address == {}
+
+
+def test_two_probes_do_not_take_each_others_functions_away(watch: Any) -> None:
+    original = F.scaled_dot_product_attention
+    first, second = Model(by_attribute), Model(by_attribute)
+    w1, w2 = watch(first), watch(second)
+    w1.probe.detach()
+    second(batch()).backward()
+    assert len(w2.layers()) == 3
+    w2.probe.detach()
+    assert F.scaled_dot_product_attention is original
+
+
+def test_hooks_that_name_no_attention_are_taken_out_and_come_back(watch: Any) -> None:
+    model = Model(by_attribute)
+    w = watch(model)
+    hooks = lambda: sum(len(m._forward_hooks) for m in model.modules())  # noqa: E731
+    everywhere = hooks()
+    for _ in range(4):
+        with torch.no_grad():
+            model.blocks[2]["attn"](batch())
+        x = batch()
+        for block in model.blocks[:2]:
+            x = x + block["attn"](x)
+        x.sum().backward()
+        w.column()
+    assert hooks() == 2 < everywhere
+    for _ in range(2):
+        model(batch()).backward()  # block 2 trains after all
+        found = w.layers()
+    assert "blocks.2.attn.qkv" in found
+
+
+def test_an_exception_in_a_forward_leaves_no_layer_behind(watch: Any) -> None:
+    def raises(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise ValueError("the user's")
+
+    model = Model(by_attribute)
+    w = watch(model)
+    model.blocks[1]["attn"].how = raises
+    with pytest.raises(ValueError, match="the user's"):
+        model(batch())
+    w.column()
+    model.blocks[1]["attn"].how = by_attribute
+    model(batch()).backward()
+    assert len(w.layers()) == 3
+    with pytest.raises(TypeError):
+        F.scaled_dot_product_attention(1, 2, 3)  # type: ignore[arg-type]
+
+
+def test_flash_attn_is_asked_for_what_it_computes_anyway(watch: Any) -> None:
+    def flash_attn_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        return_attn_probs: bool = False,
+    ) -> Any:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        s = causal_scores(q, k)
+        out = (s.exp() / s.exp().sum(-1, keepdim=True) @ v).transpose(1, 2)
+        return (out, s.logsumexp(-1), None) if return_attn_probs else out
+
+    def causal_scores(q: Tensor, k: Tensor) -> Tensor:
+        return globals()["causal"](q, k)
+
+    stand_in = types.ModuleType("flash_attn")
+    stand_in.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    sys.modules["flash_attn"] = stand_in
+    try:
+        model = Model(
+            lambda q, k, v: stand_in.flash_attn_func(  # type: ignore[attr-defined]
+                *(t.transpose(1, 2) for t in (q, k, v)), causal=True
+            ).transpose(1, 2)
+        )
+        w = watch(model)
+        model(batch()).backward()
+        found = w.layers()
+        assert len(found) == 3
+        for i in range(3):
+            best = max(truth(model.blocks[i]["attn"]))
+            assert best <= found[f"blocks.{i}.attn.qkv"] + 1e-5 <= best + math.log(LENGTH)
+        w.probe.detach()
+        assert stand_in.flash_attn_func is flash_attn_func  # type: ignore[attr-defined]
+    finally:
+        del sys.modules["flash_attn"]
+
+
+# ---------------------------------------------------------------- exact
+
+
+@pytest.mark.parametrize("rows", [3, 16, 64])
+def test_bounds_from_a_few_rows_hold_the_maximum_and_are_equal_when_it_is_proven(rows: int) -> None:
+    for seed in range(20):
+        g = torch.Generator().manual_seed(seed)
+        size = 10 ** float(torch.rand((), generator=g) * 2 - 1)
+        q = torch.randn(2, 4, 40, 8, generator=g) * size
+        k = torch.randn(2, 2, 40, 8, generator=g)
+        _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k.repeat_interleave(2, 1), k.repeat_interleave(2, 1), 0.0, True
+        )
+        true = exact.everywhere(q, k, None, True, None, chunk=7)
+        s = (q.double() @ k.repeat_interleave(2, 1).double().transpose(-1, -2)) / math.sqrt(8)
+        s = s.masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -math.inf)
+        assert true.double() == pytest.approx(s.amax((0, 2, 3)), rel=1e-5)
+        low, high = exact.of_rows(lse, q, k, None, True, None, rows)
+        assert (low <= true + 1e-4).all()
+        assert (high >= true - 1e-4).all()
+        if rows >= 40:
+            assert torch.equal(low, high)
