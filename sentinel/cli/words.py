@@ -97,7 +97,7 @@ def deeds(actions: Sequence[Sequence[Any]]) -> list[str]:
         name = action.removeprefix("would_")
         verb = _DONE.get(name, text(name))
         if action != name:
-            verb = f"observing only, would have {verb}"
+            verb = f"only observing, would have {verb}"
         where = f"step {steps(at[0])}"
         if len(at) > 1:
             whole = at[-1] - at[0] + 1 == len(at)

@@ -9,7 +9,8 @@ import { shown, step as stepText } from "/assets/words.js";
 
 // ---- scales ---------------------------------------------------------------------------
 
-const PAD = { left: 56, right: 12, top: 38, bottom: 22 };
+const PAD = { left: 56, right: 12, bottom: 22 };
+const ABOVE = { marked: 38, plain: 12 };
 const LANES = { spike: 30, nonfinite: 30 }; // the others stand above, so that both can be read
 
 function niceTicks(low, high, count) {
@@ -115,7 +116,8 @@ export class LineChart {
   #draw() {
     const width = Math.max(this.plot.clientWidth, 200), height = this.height;
     const { x, lines, marks } = this.data;
-    const { left, right, top, bottom } = PAD;
+    const { left, right, bottom } = PAD;
+    const top = this.top = marks.length ? ABOVE.marked : ABOVE.plain;
     const base = height - bottom;
     const scale = x.length ? yScale(lines, marks, this.log, top, base, this.least) : null;
     const first = x[0] ?? 0, last = x[x.length - 1] ?? 1;
@@ -246,7 +248,7 @@ export class LineChart {
     this.pointer.replaceChildren();
     if (at === null) return;
     const px = this.px(x[i]);
-    this.pointer.append(s("line", { x1: px, x2: px, y1: PAD.top - 6, y2: this.height - PAD.bottom }));
+    this.pointer.append(s("line", { x1: px, x2: px, y1: this.top - 6, y2: this.height - PAD.bottom }));
     lines.forEach((line, n) => {
       const v = line.y[i];
       if (this.scale && v !== null && v !== undefined && Number.isFinite(v)) {

@@ -79,7 +79,7 @@ export class RunView {
     this.#orders();
     this.#incidents();
     this.#snapshots();
-    replace(this.spots.memory, h("p", { class: "empty" }, "Not measured in this run."));
+    replace(this.spots.memory, h("p", { class: "empty" }, "Not measured so far."));
     if (this.loaded - this.seriesAt >= SERIES_EVERY_MS) {
       this.seriesAt = this.loaded;
       this.series = await loadSeries(this.name, about.step, this.range, this.incidents, this.#points());
@@ -112,7 +112,7 @@ export class RunView {
     replace(this.spots.notes, notes.map(([tone, text]) => h("p", { class: `note ${tone}` }, text)));
 
     const healthy = (ledger.snapshots ?? []).filter((s) => s.healthy).map((s) => s.step);
-    const factor = (ledger.manual_lr ?? 1) * (number(run.decision?.lr_factor) ?? 1) / (ledger.manual_lr ?? 1);
+    const factor = number(run.decision?.lr_factor) ?? 1;
     const counters = ledger.counters ?? {};
     const total = (pairs) => (pairs ?? []).reduce((n, [, count]) => n + count, 0);
     const fact = (name, value, more) => h("div", {}, h("dt", {}, name), h("dd", {}, value, more ? h("small", {}, more) : null));
@@ -120,7 +120,7 @@ export class RunView {
       fact("Step", step(run.step), run.ledger?.attempt ? `attempt ${run.ledger.attempt}` : null),
       fact("Loss", shown(run.loss), readings.loss_baseline !== undefined && readings.loss_baseline !== null ? `expected ${shown(readings.loss_baseline)}` : null),
       fact("Gradient norm", shown(run.grad_norm), readings.norm_baseline ? `mean ${shown(readings.norm_baseline)}` : null),
-      fact("Learning rate", factor === 1 ? "as scheduled" : `× ${shown(factor, 3)}`, factor === 1 ? null : "of the schedule"),
+      fact("Learning rate", !run.decision ? DASH : factor === 1 ? "as scheduled" : `× ${shown(factor, 3)}`, !run.decision || factor === 1 ? null : "of the schedule"),
       fact("Skipped", total(counters.skipped) || (run.ledger ? "none" : DASH)),
       fact("Rolled back", total(counters.rollbacks) || (run.ledger ? "never" : DASH), ledger.last_target !== null && ledger.last_target !== undefined && total(counters.rollbacks) ? `last to step ${step(ledger.last_target)}` : null),
       fact("Healthy snapshot", healthy.length ? step(Math.max(...healthy)) : run.ledger ? "none" : DASH, healthy.length ? "newest" : null),
@@ -288,7 +288,7 @@ export class RunView {
       h("table", { class: "cards", role: "table", "aria-label": "Snapshots" },
         h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, ["Step", "State", "Steps ago", "Action"].map((t) => h("th", { scope: "col", role: "columnheader" }, t)))),
         h("tbody", { role: "rowgroup" }, snapshots.map((one) => h("tr", { role: "row" },
-          h("th", { scope: "row", role: "rowheader" }, step(one.step)),
+          h("th", { scope: "row", role: "rowheader", "data-label": "Step" }, step(one.step)),
           h("td", { role: "cell", "data-label": "State" }, h("span", {}, badge(one.healthy ? ["✓", "ok", "healthy"] : ["…", "warn", `candidate, ${one.quiet} quiet steps`]), " ",
             ledger.last_target === one.step ? badge(["◆", "mute", "used by the last rollback"]) : null)),
           h("td", { role: "cell", "data-label": "Steps ago" }, now === null ? DASH : step(now + 1 - one.step)),
@@ -327,7 +327,7 @@ export class RunView {
   async #map({ signal, map, box }) {
     const data = await loadMap(this.name, signal, this.about.step, this.range, MAP_COLUMNS);
     if (!data) {
-      replace(box, h("p", { class: "empty" }, "Not measured in this run."));
+      replace(box, h("p", { class: "empty" }, "Not measured so far."));
       return;
     }
     if (map.element.parentElement !== box) replace(box, map.element);

@@ -119,8 +119,8 @@ export function deeds(actions) {
       : to - from + 1 === count ? `steps ${step(from)} to ${step(to)}`
       : `${count} steps between ${step(from)} and ${step(to)}`;
     if (would) {
-      const verb = { skip_step: "skip", rollback: "roll back at", halt: "halt at" }[name] ?? name;
-      return `would ${verb} ${where} (only observing): ${because(rule)}`;
+      const verb = { skip_step: "skipped", rollback: "rolled back at", halt: "halted at" }[name] ?? name;
+      return `only observing, would have ${verb} ${where}: ${because(rule)}`;
     }
     const verb = name === "skip_step" ? `${DONE[name]} ${where}` : `${DONE[name] ?? name} at ${where}`;
     return `${verb}: ${because(rule)}`;
