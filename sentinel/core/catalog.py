@@ -83,6 +83,13 @@ CATALOG: tuple[MetricSpec, ...] = (
     MetricSpec(
         "last_report_timestamp_seconds", _G, "Unix time of the newest report.", unit="seconds"
     ),
+    MetricSpec(
+        "report_interval_seconds", _G, "Usual time between two reports of this run.", unit="seconds"
+    ),
+    MetricSpec("report_holes", _G, "Reports that are missing between the first and the newest."),
+    MetricSpec(
+        "second_writers_refused", _G, "Live processes with this run's id that were turned away."
+    ),
     MetricSpec("loss", _G, "Mean training loss of the newest step [nats per token]."),
     MetricSpec(
         "loss_spike_score", _G, "Loss above its predicted value [robust standard deviations]."
@@ -112,6 +119,12 @@ CATALOG: tuple[MetricSpec, ...] = (
     ),
     MetricSpec("layer_activation_rms", _G, "RMS of the layer's output.", ("layer",)),
     MetricSpec(
+        "layer_quantile",
+        _G,
+        "Quantiles of a signal over all finite layers; of runs with more layers than series.",
+        ("signal", "quantile"),
+    ),
+    MetricSpec(
         "attention_max_logit_window_max",
         _G,
         "Largest attention score of any layer in the last 1 to 2 minutes.",
@@ -119,11 +132,9 @@ CATALOG: tuple[MetricSpec, ...] = (
     MetricSpec(
         "layers_left_out", _G, "Layers without series of their own, above the cap on series."
     ),
-    MetricSpec(
-        "memory_bytes", _G, "Device memory by kind.", ("kind",), unit="bytes", reserved=True
-    ),
-    MetricSpec("tokens_per_second", _G, "Training throughput.", reserved=True),
-    MetricSpec("clipped_step_ratio", _G, "Share of steps that were clipped.", reserved=True),
+    MetricSpec("memory_bytes", _G, "Device memory by kind.", ("kind",), unit="bytes"),
+    MetricSpec("tokens_per_second", _G, "Training throughput."),
+    MetricSpec("clipped_step_ratio", _G, "Share of steps that were clipped."),
     MetricSpec(
         "last_good_snapshot_step", _G, "Step of the newest healthy snapshot; absent without one."
     ),
@@ -190,6 +201,58 @@ CATALOG: tuple[MetricSpec, ...] = (
         unit="seconds",
         buckets=DURATIONS_S,
         reserved=True,
+    ),
+    MetricSpec("sidecar_runs", _G, "Runs that the sidecar knows.", ("state",), per_run=False),
+    MetricSpec(
+        "sidecar_requests_total",
+        _C,
+        "Requests answered.",
+        ("route", "status"),
+        per_run=False,
+    ),
+    MetricSpec(
+        "sidecar_request_duration_seconds",
+        _H,
+        "Time until an answer began.",
+        ("route",),
+        unit="seconds",
+        buckets=DURATIONS_S,
+        per_run=False,
+    ),
+    MetricSpec(
+        "sidecar_loop_lag_window_max_seconds",
+        _G,
+        "Longest time the event loop was late in the last 1 to 2 minutes.",
+        unit="seconds",
+        per_run=False,
+    ),
+    MetricSpec("sidecar_listeners", _G, "Clients that listen to live events.", per_run=False),
+    MetricSpec("sidecar_database_queue", _G, "Writes that wait for the database.", per_run=False),
+    MetricSpec(
+        "sidecar_database_errors_total", _C, "Writes that the database refused.", per_run=False
+    ),
+    MetricSpec("sidecar_store_trouble", _G, "1 while a disk or the database fails.", per_run=False),
+    MetricSpec(
+        "sidecar_store_bytes",
+        _G,
+        "Size of all series, as last counted.",
+        unit="bytes",
+        per_run=False,
+    ),
+    MetricSpec(
+        "sidecar_lost_records_total",
+        _C,
+        "Reports that no disk took; their trainers were told to keep them.",
+        per_run=False,
+    ),
+    MetricSpec(
+        "sidecar_dropped_segments_total",
+        _C,
+        "Segments of series that made room for newer ones.",
+        per_run=False,
+    ),
+    MetricSpec(
+        "sidecar_job_errors_total", _C, "Background jobs that failed.", ("job",), per_run=False
     ),
 )
 

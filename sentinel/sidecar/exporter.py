@@ -1,39 +1,69 @@
-"""The exporter: what the runs know, as Prometheus text.
+"""The exporter: what the runs and the sidecar itself know, as Prometheus text.
 
-    render(runs, now, version, openmetrics=False) -> bytes
+    text = await render(service, version, openmetrics=False, layers=Layers.TOP)
 
 Walks core.catalog, so that a metric which is not in the list cannot be exported. A signal that was
-not measured has no sample; a NaN is written as NaN, since it is what was measured.
+not measured has no sample; a NaN is written as NaN, since it is what was measured. Of a run with
+many layers the TOP largest of each signal have series of their own, and quantiles speak for the
+rest; a layer keeps its place until another is a quarter larger, so that series do not flicker.
+With `layers=all` there are up to Settings.max_layers of them, and `layers_left_out` says how many
+are not. Runs that are over are exported for ENDED_S, lost ones for LOST_S.
 
-Units:   base units, see the catalogue.
-Purity:  no clock, no I/O; reads the runs and changes nothing.
+Cost:    lines are laid out once: what a scrape formats are numbers. It gives way to the event loop
+         every TURN_S, so that no decision waits for a scrape.
+Units:   base units, see the catalogue; `now` is Unix seconds.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
 
 from sentinel.core.catalog import CATALOG, PROTECTIONS, RUN_STATES, Kind, MetricSpec
 from sentinel.core.state import Ledger
-from sentinel.core.types import IncidentState
-from sentinel.sidecar.runs import Histogram, Run, Runs
+from sentinel.core.types import NOT_MEASURED, Column, IncidentState
+from sentinel.sidecar.runs import Histogram, Run
+from sentinel.sidecar.service import Service
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+TOP = 20  # layers of each signal with series of their own
+STICKY = 1.25
+QUANTILES = (0.0, 0.5, 0.9, 1.0)
+ENDED_S, LOST_S = 600.0, 3600.0
+TURN_S = 0.002
+SIGNALS = (
+    "layer_grad_norm",
+    "layer_update_ratio",
+    "layer_attention_max_logit",
+    "layer_activation_rms",
+)
 
 Sample = tuple[tuple[str, ...], float | None]
 Source = Callable[[Run, float], Iterable[Sample]]
 
 
+class Layers(StrEnum):
+    """Which layers get series of their own."""
+
+    TOP = "top"
+    ALL = "all"
+
+
 def number(value: float) -> str:
     """A value as Prometheus writes it."""
+    if math.isfinite(value):
+        return repr(float(value))
     if math.isnan(value):
         return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(float(value))
+    return "+Inf" if value > 0 else "-Inf"
 
 
 def escape(label: str) -> str:
@@ -46,55 +76,209 @@ def _labels(names: Iterable[str], values: Iterable[str]) -> str:
     return "{" + ",".join(pairs) + "}" if pairs else ""
 
 
-def render(runs: Runs, now: float, version: str, *, openmetrics: bool = False) -> bytes:
-    """All metrics of all runs.
+async def render(
+    service: Service, version: str, *, openmetrics: bool = False, layers: Layers = Layers.TOP
+) -> bytes:
+    """All metrics.
 
     Args:
         openmetrics: in the OpenMetrics format, else in Prometheus's own text format.
     """
-    lines: list[str] = []
+    timer, parts = service.timer, []
+    turn = timer()
+    for part in families(service, version, openmetrics=openmetrics, layers=layers):
+        parts.append(part)
+        if timer() - turn > TURN_S:
+            await asyncio.sleep(0)
+            turn = timer()
+    return "".join(parts).encode()
+
+
+def families(service: Service, version: str, *, openmetrics: bool, layers: Layers) -> Iterator[str]:
+    """The text in parts: one for each family, or for a few dozen runs of a large one."""
+    now = service.now()
+    runs = [run for run in service.runs.runs.values() if exported(run, now)]
     for spec in CATALOG:
         if spec.reserved:
             continue
-        body = list(_body(spec, runs, now, version))
-        if not body:
+        head = _head(spec, openmetrics)
+        if not spec.per_run:
+            lines = list(_of_sidecar(spec, service, now, version))
+            if lines:
+                yield head + "\n".join(lines) + "\n"
             continue
-        family = spec.full_name
-        if openmetrics and spec.kind is Kind.COUNTER:
-            family = family.removesuffix("_total")
-        lines.append(f"# HELP {family} {spec.help}")
-        lines.append(f"# TYPE {family} {spec.kind}")
-        if openmetrics and spec.unit:
-            lines.append(f"# UNIT {family} {spec.unit}")
-        lines += body
+        of_run = _renderer(spec, layers)
+        begun = False
+        for at in range(0, len(runs), 32):
+            body = "".join([of_run(run, now) for run in runs[at : at + 32]])
+            if body:
+                yield body if begun else head + body
+                begun = True
     if openmetrics:
-        lines.append("# EOF")
-    return ("\n".join(lines) + "\n").encode()
+        yield "# EOF\n"
 
 
-def _body(spec: MetricSpec, runs: Runs, now: float, version: str) -> Iterator[str]:
-    if not spec.per_run:
+def exported(run: Run, now: float) -> bool:
+    """Whether a run still has series."""
+    if run.ended is None or run.run_state == "running":
+        return True
+    return now - run.ended <= (LOST_S if run.run_state == "lost" else ENDED_S)
+
+
+def _head(spec: MetricSpec, openmetrics: bool) -> str:
+    family = spec.full_name
+    if openmetrics and spec.kind is Kind.COUNTER:
+        family = family.removesuffix("_total")
+    head = f"# HELP {family} {spec.help}\n# TYPE {family} {spec.kind}\n"
+    return head + f"# UNIT {family} {spec.unit}\n" if openmetrics and spec.unit else head
+
+
+def _of_sidecar(spec: MetricSpec, service: Service, now: float, version: str) -> Iterator[str]:
+    if spec.name == "build_info":
         yield f"{spec.full_name}{_labels(spec.labels, (version,))} 1.0"
-        return
-    names = ("run", *spec.labels)
-    for run in runs.runs.values():
-        if spec.kind is Kind.HISTOGRAM:
-            yield from _histogram(spec, run)
-            continue
-        for values, value in SOURCES[spec.name](run, now):
+    elif spec.kind is Kind.HISTOGRAM:
+        for values, histogram in SIDECAR_HISTOGRAMS[spec.name](service):
+            yield from _histogram(spec, spec.labels, values, histogram)
+    else:
+        for values, value in SIDECAR[spec.name](service, now):
             if value is not None:
-                yield f"{spec.full_name}{_labels(names, (run.name, *values))} {number(value)}"
+                yield f"{spec.full_name}{_labels(spec.labels, values)} {number(value)}"
 
 
-def _histogram(spec: MetricSpec, run: Run) -> Iterator[str]:
-    histogram = HISTOGRAMS[spec.name](run)
+def _renderer(spec: MetricSpec, layers: Layers) -> Callable[[Run, float], str]:
+    """How the lines of one run are made."""
+    name, label_names = spec.full_name, ("run", *spec.labels)
+    if spec.name in SIGNALS:
+        return lambda run, now: _layer_lines(name, spec.name, run, layers)
+    if spec.name == "layers_left_out":
+        return lambda run, now: (
+            f"{_prefix(run, name, label_names, ())}{number(_left_out(run, layers))}\n"
+        )
+    if spec.kind is Kind.HISTOGRAM:
+        durations = HISTOGRAMS[spec.name]
+        return lambda run, now: "".join(
+            f"{line}\n" for line in _histogram(spec, ("run",), (run.name,), durations(run))
+        )
+    source = SOURCES[spec.name]
+
+    def lines(run: Run, now: float) -> str:
+        text = ""
+        for values, value in source(run, now):
+            if value is not None:
+                text += f"{_prefix(run, name, label_names, values)}{number(value)}\n"
+        return text
+
+    return lines
+
+
+def _prefix(run: Run, name: str, label_names: tuple[str, ...], values: tuple[str, ...]) -> str:
+    """A line up to its number, laid out once."""
+    key = (name, values)
+    found = run.lines.get(key)
+    if found is None:
+        if len(run.lines) > MOST_LINES:
+            run.lines.clear()
+        found = f"{name}{_labels(label_names, (run.name, *values))} "
+        run.lines[key] = found
+    return found
+
+
+MOST_LINES = 10_000
+
+
+def _histogram(
+    spec: MetricSpec, names: tuple[str, ...], values: tuple[str, ...], histogram: Histogram
+) -> Iterator[str]:
     name, under = spec.full_name, 0
+    given = _labels(names, values)
+    open_ = given[:-1] + "," if given else "{"
     for bound, count in zip(spec.buckets, histogram.counts or [0] * len(spec.buckets), strict=True):
         under += count
-        yield f"{name}_bucket{_labels(('run', 'le'), (run.name, number(bound)))} {number(under)}"
-    yield (f"{name}_bucket{_labels(('run', 'le'), (run.name, '+Inf'))} {number(histogram.count)}")
-    yield f"{name}_sum{_labels(('run',), (run.name,))} {number(histogram.total)}"
-    yield f"{name}_count{_labels(('run',), (run.name,))} {number(histogram.count)}"
+        yield f'{name}_bucket{open_}le="{number(bound)}"}} {number(under)}'
+    yield f'{name}_bucket{open_}le="+Inf"}} {number(histogram.count)}'
+    yield f"{name}_sum{given} {number(histogram.total)}"
+    yield f"{name}_count{given} {number(histogram.count)}"
+
+
+# ---- layers ------------------------------------------------------------------------------
+
+
+def _layer_lines(name: str, column: str, run: Run, layers: Layers) -> str:
+    values = run.columns.get(column)
+    if values is None:
+        return ""
+    chosen = _chosen(run, column, values, layers)
+    picked = values[chosen]
+    key = (name, chosen.tobytes())
+    pattern = run.lines.get(key)
+    if pattern is None:
+        if len(run.lines) > MOST_LINES:
+            run.lines.clear()
+        table = [run.layers[at].name for at in chosen.tolist()]
+        each = [f"{name}{_labels(('run', 'layer'), (run.name, one))} " for one in table]
+        pattern = "".join([line.replace("%", "%%") + "%.7g\n" for line in each])
+        run.lines[key] = pattern
+    if bool(np.isfinite(picked).all()):
+        return pattern % tuple(picked.tolist())
+    lines = pattern.split("\n")
+    return "".join(
+        [
+            line.removesuffix("%.7g").replace("%%", "%") + _short(value) + "\n"
+            for line, value in zip(lines, picked.tolist(), strict=False)
+            if value != NOT_MEASURED
+        ]
+    )
+
+
+def _short(value: float) -> str:
+    return "%.7g" % value if math.isfinite(value) else number(value)  # noqa: UP031 (as the pattern)
+
+
+def _chosen(run: Run, column: str, values: Column, layers: Layers) -> npt.NDArray[np.intp]:
+    """Which layers have series: the largest, and those that were it a scrape ago."""
+    count = min(len(values), len(run.layers))
+    most = run.max_layers if layers is Layers.ALL else min(TOP, run.max_layers)
+    if count <= most:
+        return np.arange(count)
+    if layers is Layers.ALL:
+        return np.arange(most)
+    size = np.abs(values[:count].astype(np.float64))
+    size[values[:count] == NOT_MEASURED] = -1.0
+    size[np.isnan(size)] = np.inf
+    kept = run.top.get(column)
+    if kept is None or len(kept) != most or int(kept.max()) >= count:
+        kept = np.sort(np.argpartition(size, -most)[-most:])
+    else:
+        others = np.argpartition(size, -most)[-most:]
+        others = others[~np.isin(others, kept)]
+        for other in others[np.argsort(size[others])[::-1]]:
+            weakest = int(np.argmin(size[kept]))
+            if not size[other] > STICKY * max(float(size[kept[weakest]]), 0.0):
+                break
+            kept = kept.copy()
+            kept[weakest] = other
+        kept = np.sort(kept)
+    run.top[column] = kept
+    return kept
+
+
+def _left_out(run: Run, layers: Layers) -> float:
+    most = run.max_layers if layers is Layers.ALL else min(TOP, run.max_layers)
+    return float(max(len(run.layers) - most, 0))
+
+
+def _quantiles(run: Run, now: float) -> Iterable[Sample]:
+    if len(run.layers) <= TOP:
+        return
+    for name in SIGNALS:
+        values = run.columns.get(name)
+        if values is None:
+            continue
+        finite = np.sort(values[np.isfinite(values)])
+        if len(finite):
+            for quantile in QUANTILES:
+                at = round(quantile * (len(finite) - 1))
+                yield (name, f"{quantile:g}"), float(finite[at])
 
 
 # ---- where each metric comes from ------------------------------------------------------
@@ -123,23 +307,6 @@ def _states(all_: Iterable[str], current: str) -> Iterable[Sample]:
 
 def _ledger(run: Run) -> Ledger | None:
     return None if run.state is None else run.state.ledger
-
-
-def _layers(column: str) -> Source:
-    def source(run: Run, now: float) -> Iterable[Sample]:
-        values = run.columns.get(column)
-        if values is None:
-            return ()
-        return [
-            ((layer.name,), float(value))
-            for layer, value in zip(run.layers, values.tolist(), strict=False)
-        ][: run.max_layers]
-
-    return source
-
-
-def _left_out(run: Run, now: float) -> Iterable[Sample]:
-    return _one(max(len(run.layers) - run.max_layers, 0))
 
 
 def _protection(run: Run, now: float) -> Iterable[Sample]:
@@ -216,6 +383,10 @@ def _reading(name: str) -> Source:
     return source
 
 
+def _gauge(name: str) -> Source:
+    return lambda run, now: _one(run.counts.gauges.get(name))
+
+
 SOURCES: dict[str, Source] = {
     "run_info": _info,
     "run_state": lambda run, now: _states(RUN_STATES, run.run_state),
@@ -224,6 +395,7 @@ SOURCES: dict[str, Source] = {
     "step": _seen("step"),
     "attempt": _counted(lambda ledger: _one(ledger.attempt)),
     "last_report_timestamp_seconds": lambda run, now: _one(run.last_report),
+    "report_interval_seconds": lambda run, now: _one(run.interval_s),
     "loss": _seen("loss"),
     "loss_spike_score": _reading("spike_score"),
     "loss_spike_score_window_max": lambda run, now: _one(run.score_max.value(now)),
@@ -235,12 +407,8 @@ SOURCES: dict[str, Source] = {
     "grad_norm": _seen("grad_norm"),
     "grad_norm_baseline": _reading("norm_baseline"),
     "grad_norm_window_max": lambda run, now: _one(run.norm_max.value(now)),
-    "layer_grad_norm": _layers("layer_grad_norm"),
-    "layer_update_ratio": _layers("layer_update_ratio"),
-    "layer_attention_max_logit": _layers("layer_attention_max_logit"),
-    "layer_activation_rms": _layers("layer_activation_rms"),
     "attention_max_logit_window_max": lambda run, now: _one(run.logit_max.value(now)),
-    "layers_left_out": _left_out,
+    "layer_quantile": _quantiles,
     "last_good_snapshot_step": _last_good,
     "incidents": _incidents,
     "steps_total": _steps,
@@ -255,6 +423,15 @@ SOURCES: dict[str, Source] = {
     "decision_misses_total": lambda run, now: _table(sorted(run.counts.misses.items())),
     "decision_mismatches_total": lambda run, now: _one(run.counts.mismatches),
     "reports_dropped_total": lambda run, now: ((("buffer_full",), float(run.counts.dropped)),),
+    "report_holes": lambda run, now: _one(run.seen.missing),
+    "memory_bytes": lambda run, now: [
+        ((key.partition("/")[2],), value)
+        for key, value in sorted(run.counts.gauges.items())
+        if key.startswith("memory_bytes/")
+    ],
+    "tokens_per_second": _gauge("tokens_per_second"),
+    "clipped_step_ratio": _gauge("clipped_step_ratio"),
+    "second_writers_refused": lambda run, now: _one(len(run.refused)),
     "reports_late_total": lambda run, now: _one(run.late),
     "state_handovers_total": lambda run, now: _one(run.handovers),
     "internal_errors_total": lambda run, now: [
@@ -265,4 +442,35 @@ SOURCES: dict[str, Source] = {
 }
 HISTOGRAMS: dict[str, Callable[[Run], Histogram]] = {
     "decision_duration_seconds": lambda run: run.duration,
+}
+
+
+# ---- the sidecar itself ------------------------------------------------------------------
+
+SIDECAR: dict[str, Callable[[Service, float], Iterable[Sample]]] = {
+    "sidecar_runs": lambda service, now: [
+        ((state,), float(sum(run.run_state == state for run in service.runs.runs.values())))
+        for state in RUN_STATES
+    ],
+    "sidecar_requests_total": lambda service, now: [
+        (key, float(count)) for key, count in sorted(service.health.requests.items())
+    ],
+    "sidecar_loop_lag_window_max_seconds": lambda service, now: _one(service.health.lag.value(now)),
+    "sidecar_listeners": lambda service, now: _one(len(service.hub.listeners)),
+    "sidecar_database_queue": lambda service, now: _one(service.store.database.waiting),
+    "sidecar_database_errors_total": lambda service, now: _one(service.store.database.failed),
+    "sidecar_store_trouble": lambda service, now: _one(bool(service.store.trouble)),
+    "sidecar_store_bytes": lambda service, now: _one(service.store.bytes),
+    "sidecar_lost_records_total": lambda service, now: _one(service.store.lost_records),
+    "sidecar_dropped_segments_total": lambda service, now: _one(service.store.dropped_segments),
+    "sidecar_job_errors_total": lambda service, now: _table(
+        sorted(service.health.job_errors.items())
+    ),
+}
+SIDECAR_HISTOGRAMS: dict[str, Callable[[Service], Iterable[tuple[tuple[str, ...], Histogram]]]] = {
+    "sidecar_request_duration_seconds": lambda service: [
+        ((route,), histogram)
+        for route, histogram in service.health.durations.items()
+        if histogram.count
+    ],
 }

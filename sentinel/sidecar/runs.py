@@ -30,6 +30,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from sentinel.core import engine
 from sentinel.core.catalog import DECISIONS_S
@@ -228,6 +230,8 @@ class Run:
     unrevived: bool = False  # the same for the state of a run that has no engine of its own
     unread: bool = False  # from an earlier start: what is on disk of it was not looked at yet
     seen: Seen = field(default_factory=Seen)
+    lines: dict[Any, str] = field(default_factory=dict)  # the exporter's, laid out once
+    top: dict[str, npt.NDArray[np.intp]] = field(default_factory=dict)  # layers it shows
     recent: deque[Row] = field(default_factory=lambda: deque(maxlen=RECENT))
     orders: dict[str, Order] = field(default_factory=dict)
     silenced: dict[tuple[int, int], float] = field(default_factory=dict)  # (number, opened): until

@@ -138,13 +138,19 @@ class Frame(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
 
 
 class Counts(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """The trainer's own counters, cumulative since attach."""
+    """The trainer's own counters, cumulative since attach.
+
+    Attributes:
+        gauges: what else it measures now, by metric name: tokens_per_second, clipped_step_ratio,
+            and "memory_bytes/KIND".
+    """
 
     misses: dict[str, int] = {}
     internal_errors: dict[str, int] = {}
     mismatches: int = 0
     dropped: int = 0
     longest_wait_s: float = 0.0
+    gauges: dict[str, float] = {}
 
 
 class Steps(Message, kw_only=True, frozen=True):

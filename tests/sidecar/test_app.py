@@ -26,7 +26,14 @@ from sentinel.core.policy import Policy
 from sentinel.core.state import State
 from sentinel.core.types import Action, Observation, Outcome, Source
 from sentinel.sidecar.app import create_app
-from sentinel.sidecar.exporter import HISTOGRAMS, SOURCES, number
+from sentinel.sidecar.exporter import (
+    HISTOGRAMS,
+    SIDECAR,
+    SIDECAR_HISTOGRAMS,
+    SIGNALS,
+    SOURCES,
+    number,
+)
 from sentinel.sidecar.settings import Settings
 from sentinel.wire import codec, messages
 from sentinel.wire.messages import (
@@ -735,11 +742,13 @@ class TestMetrics:
                     (s.name, tuple(sorted(s.labels.items()))): number(s.value)
                     for family in plaintext(plain_)
                     for s in family.samples
+                    if not s.name.startswith("sentinel_sidecar_")  # the scrape itself counts
                 }
                 other = {
                     (s.name, tuple(sorted(s.labels.items()))): number(s.value)
                     for family in openmetrics(got.text)
                     for s in family.samples
+                    if not s.name.startswith("sentinel_sidecar_")
                 }
                 assert one == other
                 assert len(one) > 60
@@ -756,7 +765,7 @@ class TestMetrics:
                 for line in (
                     'sentinel_loss{run="r"} 2.0',
                     'sentinel_step{run="r"} 74.0',
-                    'sentinel_layer_grad_norm{run="r",layer="a"} 1.0',
+                    'sentinel_layer_grad_norm{run="r",layer="a"} 1',
                     'sentinel_layer_grad_norm{run="r",layer="b\\"\\\\\\n"} NaN',
                     'sentinel_layer_attention_max_logit{run="r",layer="a"} +Inf',
                     'sentinel_attention_max_logit_window_max{run="r"} +Inf',
@@ -806,10 +815,13 @@ class TestMetrics:
         run(test)
 
     def test_every_metric_of_the_catalogue_has_a_source_and_no_other_has(self) -> None:
-        fed = {s.name for s in CATALOG if not s.reserved and s.per_run}
+        fed = {s.name for s in CATALOG if not s.reserved}
+        per_run = {s.name for s in CATALOG if not s.reserved and s.per_run}
         histograms = {s.name for s in CATALOG if s.kind is Kind.HISTOGRAM and not s.reserved}
-        assert set(SOURCES) == fed - histograms
-        assert set(HISTOGRAMS) == histograms
+        of_layers = {*SIGNALS, "layers_left_out"}
+        assert set(SOURCES) | of_layers == per_run - histograms
+        assert set(SIDECAR) | {"build_info"} == fed - per_run - histograms
+        assert set(HISTOGRAMS) | set(SIDECAR_HISTOGRAMS) == histograms
 
     def test_a_large_model_gets_a_bounded_number_of_series(self) -> None:
         async def test() -> None:
@@ -836,7 +848,7 @@ class TestMetrics:
                 column = np.array([1.0, 2.0], np.float32)
                 await trainer.step(columns={"layer_grad_norm": column})
                 text = (await at.tcp.get("/metrics")).text
-                assert 'sentinel_layer_grad_norm{run="r",layer="a"} 1.0' in text
-                assert 'sentinel_layer_grad_norm{run="r",layer="a#2"} 2.0' in text
+                assert 'sentinel_layer_grad_norm{run="r",layer="a"} 1\n' in text
+                assert 'sentinel_layer_grad_norm{run="r",layer="a#2"} 2\n' in text
 
         run(test)

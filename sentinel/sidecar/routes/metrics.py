@@ -1,4 +1,4 @@
-"""/metrics: Prometheus text, or OpenMetrics when asked for."""
+"""/metrics: Prometheus text, or OpenMetrics when asked for; `?layers=all` for every layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def router(service: Service) -> APIRouter:
     @routes.get("/metrics")
     async def metrics(request: Request) -> Response:
         openmetrics = "application/openmetrics-text" in request.headers.get("accept", "")
-        text = exporter.render(service.runs, service.now(), __version__, openmetrics=openmetrics)
+        asked = request.query_params.get("layers", "")
+        layers = exporter.Layers.ALL if asked == "all" else exporter.Layers.TOP
+        text = await exporter.render(service, __version__, openmetrics=openmetrics, layers=layers)
         kind = exporter.OPENMETRICS if openmetrics else exporter.TEXT
         return Response(text, headers={"content-type": kind})
 

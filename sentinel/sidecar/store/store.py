@@ -54,6 +54,7 @@ class Store:
         self._lock: int | None = None
         self.start_trouble = ""
         self.disk_trouble = ""
+        self._lost_before = self._dropped_before = 0
         self.bytes = 0  # of all series, as last counted
         if settings.data_dir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="sentinel-sidecar-")
@@ -108,13 +109,15 @@ class Store:
 
     @property
     def dropped_segments(self) -> int:
-        """Segments that made room, over all present writers."""
-        return sum(record.dropped_segments for record in self.records.values())
+        """Segments that made room, over all writers since the start."""
+        return self._dropped_before + sum(
+            record.dropped_segments for record in self.records.values()
+        )
 
     @property
     def lost_records(self) -> int:
-        """Reports that could not be written, over all present writers."""
-        return sum(record.lost_records for record in self.records.values())
+        """Reports that could not be written, over all writers since the start."""
+        return self._lost_before + sum(record.lost_records for record in self.records.values())
 
     # ---- series ------------------------------------------------------------------------
 
@@ -173,6 +176,8 @@ class Store:
         record = self.records.pop(run, None)
         if record is None:
             return
+        self._lost_before += record.lost_records
+        self._dropped_before += record.dropped_segments
         try:
             record.close()
         except OSError as error:
