@@ -12,6 +12,7 @@ import pytest
 from tests.support import ROOT, require
 
 pytestmark = [pytest.mark.slow]
+SHIPPED = {".py", ".typed", ".toml", ".html", ".js", ".css", ".json"}
 PINS = ROOT / ".ci" / "constraints.txt"
 
 
@@ -39,9 +40,7 @@ def test_the_wheel_holds_exactly_the_two_packages_and_their_data(wheel: Path) ->
     tracked = run("git", "ls-files", "sentinel", "hooks/sentinel_hooks", cwd=ROOT).split()
     missing = {n.removeprefix("hooks/") for n in tracked} - set(files)
     assert not missing, f"in the repository but not in the wheel: {sorted(missing)}"
-    odd = [
-        n for n in files if Path(n).suffix not in {".py", ".typed", ".toml", ".html", ".js", ".css"}
-    ]
+    odd = [n for n in files if Path(n).suffix not in SHIPPED]
     assert not odd, f"not meant to be shipped: {odd}"
 
 
@@ -49,6 +48,11 @@ def test_the_wheel_carries_the_policies(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     policies = {f"sentinel/core/policies/{p}.toml" for p in ("default", "observe")}
     assert policies <= names
+
+
+def test_the_wheel_carries_the_dashboards_that_are_pushed(wheel: Path) -> None:
+    pushed = zipfile.ZipFile(wheel).read("sentinel/dashboards/generated/run.json")
+    assert pushed == (ROOT / "grafana/dashboards/run.json").read_bytes()
 
 
 def test_check_wheel_contents_is_content(wheel: Path) -> None:
@@ -112,7 +116,7 @@ def test_the_sidecar_extra_serves_and_brings_no_torch(wheel: Path, tmp_path: Pat
 def test_the_grafana_extra_brings_its_client_only(wheel: Path, tmp_path: Path) -> None:
     env = Env(tmp_path / "env")
     env.install(wheel, "grafana")
-    env.check("import grafana_api, sentinel.dashboards")
+    env.check("import grafana_api, sentinel.dashboards.push as p; assert p.dashboards()")
     env.lacks("torch", *WEB)
 
 
