@@ -1,6 +1,6 @@
 """The `sentinel` command.
 
-    sentinel serve | status | replay | snapshots | demo | policy | dashboards      (--help on each)
+    sentinel run | serve | status | replay | snapshots | demo | policy | dashboards ...  (--help)
 
 Exit status: 0, or 1 when it was asked for something that it could not do, or 2 for bad usage.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sentinel import __version__
-from sentinel.cli import dashboards, look, order, replay, resume, snapshots
+from sentinel.cli import dashboards, look, order, replay, resume, run, snapshots
 from sentinel.cli.remote import DEFAULT_PORT
 from sentinel.client import TOKEN_VARIABLE
 from sentinel.core.errors import SentinelError
@@ -131,6 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     look.add_parsers(commands)
     order.add_parsers(commands)
+    run.add_parser(commands)
     replay.add_parser(commands)
     snapshots.add_parser(commands)
     resume.add_parser(commands)

@@ -1,0 +1,157 @@
+"""`sentinel run`: scripts that mention no monitoring are watched, and end as if attached by hand.
+
+The by-hand runs are the same scripts with one line put in before training starts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sentinel.traces.reader import Reader
+from sentinel.traces.records import StepRecord
+
+pytestmark = [pytest.mark.e2e, pytest.mark.torch]
+
+SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+BY_HAND = {
+    "ddp_train.py": (
+        "    criterion = nn.CrossEntropyLoss()\n",
+        (
+            "    import sentinel\n"
+            "    session = sentinel.attach(model=model, optimizer=optimizer, sidecar=None)\n"
+        ),
+    ),
+    "hf_train.py": (
+        "    trainer = Trained(model=model, args=arguments, train_dataset=Numbers())\n",
+        "    import sentinel\n    session = sentinel.attach(trainer, sidecar=None)\n",
+    ),
+}
+FAULT = {"ddp_train.py": {"BAD_ROW": "700"}, "hf_train.py": {"BAD_STEP": "12"}}
+
+
+def launch(script: Path) -> list[str]:
+    return [*(TORCHRUN if script.name.startswith("ddp") else [sys.executable]), str(script)]
+
+
+def call(
+    command: list[str], cwd: Path, environment: dict[str, str] | None = None, status: int = 0
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr[-3000:]
+    return done
+
+
+def sentinel_run(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "sentinel.cli.main", "run", *arguments]
+
+
+def weights(folder: Path, name: str, ranks: int) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"{name}-rank{r}.pt") for r in range(ranks)]
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def actions(folder: Path) -> list[tuple[int, str]]:
+    """What was done, by the trace of the only run there."""
+    (run,) = [p for p in (folder / "sentinel-runs").iterdir() if p.is_dir()]
+    return [
+        (r.observation.step, r.outcome.executed.name)
+        for r in Reader(run)
+        if isinstance(r, StepRecord) and r.outcome is not None
+    ]
+
+
+@pytest.mark.parametrize("name", list(BY_HAND))
+def test_a_script_that_knows_nothing_of_us_ends_as_if_attached_by_hand(
+    name: str, tmp_path: Path
+) -> None:
+    ranks = 2 if name.startswith("ddp") else 1
+    before, line = BY_HAND[name]
+    text = (SCRIPTS / name).read_text()
+    assert text.count(before) == 1
+    changed = tmp_path / name
+    changed.write_text(text.replace(before, before + line))
+    hand, unasked = tmp_path / "hand", tmp_path / "unasked"
+    hand.mkdir()
+    unasked.mkdir()
+    call([*launch(changed), "out"], hand, FAULT[name])
+    done = call(
+        [*sentinel_run("--attach"), "--", *launch(SCRIPTS / name), "out"], unasked, FAULT[name]
+    )
+    for ours, theirs in zip(
+        weights(unasked, "out", ranks), weights(hand, "out", ranks), strict=True
+    ):
+        assert same(ours, theirs)
+        assert all(bool(torch.isfinite(t).all()) for t in ours.values() if t.is_floating_point())
+    assert actions(unasked) == actions(hand)
+    assert sum(action == "SKIP_STEP" for _, action in actions(hand)) >= 1
+    assert done.stderr.count("attached to") == ranks
+    assert "a sidecar listens on" in done.stderr
+
+
+def test_without_a_model_nothing_is_done_loudly_and_the_script_runs(tmp_path: Path) -> None:
+    script = tmp_path / "raw.py"
+    script.write_text(
+        "import torch\n"
+        "w = torch.zeros(3, requires_grad=True)\n"
+        "o = torch.optim.SGD([w], lr=0.1)\n"
+        "for _ in range(3):\n"
+        "    o.zero_grad(); ((w - 1) ** 2).sum().backward(); o.step()\n"
+        "print(w.tolist())\n"
+    )
+    plain = call([sys.executable, str(script)], tmp_path)
+    watched = call(
+        [*sentinel_run("--attach", "--no-sidecar"), "--", sys.executable, str(script)], tmp_path
+    )
+    assert watched.stdout == plain.stdout
+    assert "NOT ATTACHED" in watched.stderr
+    assert "no torch.nn.Module in this process holds the parameters of SGD" in watched.stderr
+    assert not (tmp_path / "sentinel-runs").exists()
+
+
+def test_the_exit_status_is_the_commands_and_its_own_sitecustomize_still_runs(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('mine')\n")
+    done = call(
+        [*sentinel_run("--attach", "--no-sidecar"), "--", sys.executable, "-c", "exit(7)"],
+        tmp_path,
+        {"PYTHONPATH": str(tmp_path)},
+        status=7,
+    )
+    assert done.stdout == "mine\nmine\n"  # sentinel's own process, and the command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "run needs a command"),
+        (["--policy", "observe", "--", "true"], "--policy is for --attach"),
+        (["--no-sidecar", "--", "no-such-program"], "cannot run 'no-such-program'"),
+        (["--attach", "--policy", "nowhere.toml", "--", "true"], "nowhere.toml"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_the_way_out(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    done = call(sentinel_run(*arguments), tmp_path, status=1)
+    assert message in done.stderr
