@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import os
 import threading
 import time
@@ -324,7 +325,7 @@ class RemoteLink:
         self._wake = threading.Condition(self._lock)
         self._buffer: deque[_Kept] = deque()
         self._buffered_bytes = 0
-        self._orders: deque[Command] = deque()
+        self._orders: deque[tuple[Command, float]] = deque()  # and until when each may be obeyed
         self._known_orders: dict[str, None] = {}
         self._latest: tuple[int, State] | None = None  # of the newest frame, for a hand-over
         self._live_from = 0  # the thread's frames before it are late: the state is beyond them
@@ -392,7 +393,8 @@ class RemoteLink:
         with self._lock:
             taken = tuple(self._orders)
             self._orders.clear()
-        return taken
+        now = self._clock()
+        return tuple(order for order, until in taken if now < until)
 
     def count_error(self, where: str) -> None:
         self._errors[where] = self._errors.get(where, 0) + 1
@@ -473,6 +475,8 @@ class RemoteLink:
                 self._missed(error, start)
             else:
                 self._answered(start)
+                if not reply.recorded:
+                    self._keep(seq, raw)  # its disk fails: it is told again until it heals
                 if decision is not None:
                     return decision
                 self._miss("recorded_only")
@@ -484,13 +488,14 @@ class RemoteLink:
         """Post one frame, and the state if it is asked for; raises MissError."""
         for attempt in range(2):
             counts = self._news()
+            asked = self._clock()
             reply = self._fast.post_steps(
                 self._steps((raw,), late=False, counts=counts), deadline_s=until - self._clock()
             )
             self._told = counts or self._told
             if (reply.run, reply.incarnation, reply.seq) != (self._run, self._incarnation, seq):
                 raise MissError("garbled", f"an answer to frame {reply.seq}, not {seq}")
-            self._take_orders(reply)
+            self._take_orders(reply, asked)
             if not reply.need_state:
                 return reply
             if attempt == 0:
@@ -614,14 +619,21 @@ class RemoteLink:
             longest_wait_s=self._longest_wait_s,
         )
 
-    def _take_orders(self, reply: Reply) -> None:
+    def _take_orders(self, reply: Reply, asked: float) -> None:
+        """Keep the orders for the next step; `asked`: when the question was sent.
+
+        What is left of an order counts from then, so that it never lasts longer here than by the
+        sidecar's clock, however long the answer was on its way or the step takes.
+        """
         if not reply.commands:
             return
+        left = reply.expires_in_s
         with self._lock:
-            for order in reply.commands:
+            for at, order in enumerate(reply.commands):
                 if order.id not in self._known_orders:
                     self._known_orders[order.id] = None
-                    self._orders.append(order)
+                    until = asked + left[at] if at < len(left) else math.inf
+                    self._orders.append((order, until))
             while len(self._known_orders) > ORDERS_KEPT:
                 del self._known_orders[next(iter(self._known_orders))]
 
@@ -779,6 +791,7 @@ class RemoteLink:
             return
         self._heartbeat_at = self._clock() + HEARTBEAT_S
         counts = self._news()
+        asked = self._clock()
         reply = self._slow.post_steps(
             self._steps([kept.raw for kept in batch], late=late, counts=counts),
             deadline_s=deadline_s,
@@ -786,7 +799,7 @@ class RemoteLink:
         if (reply.run, reply.incarnation) != (self._run, self._incarnation):
             raise MissError("garbled", f"an answer about run {reply.run!r}")
         self._told = counts or self._told
-        self._take_orders(reply)
+        self._take_orders(reply, asked)
         if not batch:
             return
         done = batch[-1].seq

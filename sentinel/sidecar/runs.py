@@ -380,7 +380,12 @@ class Runs:
         if not frames:
             orders = self._pending(run, now)
             return Reply(
-                run=run.name, incarnation=run.incarnation, seq=-1, step=-1, commands=orders
+                run=run.name,
+                incarnation=run.incarnation,
+                seq=-1,
+                step=-1,
+                commands=orders,
+                expires_in_s=_left(run, orders, now),
             )
         reply = None
         for frame in frames:
@@ -430,7 +435,10 @@ class Runs:
         last = run.reply
         if last is not None and last.seq == frame.seq and frame.seq == run.next_seq - 1:
             # The same question again: our answer was lost on the way.
-            return msgspec.structs.replace(last, commands=self._pending(run, now))
+            orders = self._pending(run, now)
+            return msgspec.structs.replace(
+                last, commands=orders, expires_in_s=_left(run, orders, now)
+            )
         if frame.seq in run.seen:
             return self._answer(run, frame, now, recorded_only="this frame was recorded before")
         if frame.seq < run.next_seq:
@@ -554,6 +562,7 @@ class Runs:
             True,
         )
         run.recent.append(row)
+        self._acknowledge(run, (c.id for c in seen.commands), seen.step)
 
     def _record(
         self,
@@ -799,6 +808,7 @@ class Runs:
         recorded_only: str = "",
         recorded: bool = True,
     ) -> Reply:
+        orders = self._pending(run, now)
         return Reply(
             run=run.name,
             incarnation=run.incarnation,
@@ -808,7 +818,8 @@ class Runs:
             need_state=need_state,
             recorded_only=recorded_only,
             recorded=recorded,
-            commands=self._pending(run, now),
+            commands=orders,
+            expires_in_s=_left(run, orders, now),
         )
 
     # ---- trainers without an engine ------------------------------------------------
@@ -1130,6 +1141,11 @@ class Runs:
         oldest = min(over, key=lambda r: r.last_heard)
         self._store.close_record(oldest.name)
         del self.runs[oldest.name]
+
+
+def _left(run: Run, orders: tuple[Command, ...], now: float) -> tuple[float, ...]:
+    """How long each of the orders may still be obeyed [s]."""
+    return tuple(run.orders[c.id].expires - now for c in orders) if orders else ()
 
 
 def _fence(old: Run | None, given: int, again: bool) -> int:

@@ -181,6 +181,7 @@ class Reply(Message, kw_only=True, frozen=True, omit_defaults=True):
         recorded_only: why it does not decide; "" when it does.
         recorded: False: no disk took the frame; keep it, and deliver it later.
         commands: people's orders not yet acknowledged, oldest first.
+        expires_in_s: how long each of them may still be obeyed, by the sidecar's clock.
     """
 
     incarnation: str
@@ -191,6 +192,7 @@ class Reply(Message, kw_only=True, frozen=True, omit_defaults=True):
     recorded_only: str = ""
     recorded: bool = True
     commands: tuple[Command, ...] = ()
+    expires_in_s: tuple[float, ...] = ()
 
 
 class HandOver(Message, kw_only=True, frozen=True):

@@ -68,6 +68,7 @@ class Sidecar:
         self.closed: list[Close] = []
         self.answers: list[Any] = []  # overrides for the next live frames
         self.orders: tuple[Command, ...] = ()
+        self.left: tuple[float, ...] = ()
         self.policy: bytes | None = None
         self.decides = True
         self.heartbeats = 0
@@ -86,6 +87,7 @@ class Sidecar:
             "step": seen.step,
             "decision": codec.encode(frame.own),
             "commands": self.orders,
+            "expires_in_s": self.left,
         }
         return Reply(**(given | changes))
 
@@ -509,6 +511,19 @@ class TestDelivery:
         assert sidecar.closed[0].moves == (
             messages.WireOutcome(0, Action.PROCEED, True, "sidecar"),
         )
+
+    def test_an_order_that_expired_on_its_way_is_not_obeyed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sidecar, clock = Sidecar(), FakeClock()
+        with linked(monkeypatch, sidecar, clock=clock) as link:
+            loop = Loop(link)
+            sidecar.orders = (Command("late", CommandKind.HALT), Command("due", CommandKind.PAUSE))
+            sidecar.left = (30.0, 90.0)
+            loop.step()
+            clock.now += 60.0  # a long step
+            assert [order.id for order in link.take_commands()] == ["due"]
+            assert link.take_commands() == ()
 
     def test_orders_arrive_once_however_often_they_are_sent(
         self, monkeypatch: pytest.MonkeyPatch
