@@ -119,6 +119,16 @@ def _one(metric: str, *, by: str = "", match: str = "") -> str:
     return f'{group}({spec(metric).full_name}{{run="$run"{more}}})'
 
 
+def _its_sidecar(metric: str, *, p99_by: str = "") -> str:
+    """A metric of the process that exports this run; of a histogram, its 99th percentile."""
+    name = spec(metric).full_name
+    here = f'and on (job, instance) {spec("run_info").full_name}{{run="$run"}}'
+    if not p99_by:
+        return f"max({name} {here})"
+    each = f"max by (le, {p99_by}) (rate({name}_bucket[$__rate_interval]) {here})"
+    return f"histogram_quantile(0.99, {each})"
+
+
 def _top(metric: str) -> str:
     return f"topk({TOP}, {_one(metric, by='layer')})"
 
@@ -292,6 +302,26 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 runbook="sentinelrollback",
                 unit="sci",
             ),
+            Panel(
+                id=14,
+                title="Clip pressure",
+                kind="timeseries",
+                description="Share of steps that were clipped. Rare is healthy: on for many steps "
+                "in a row, the effective step is not what the optimizer thinks.",
+                queries=(Query(_one("clipped_step_ratio"), "clipped"),),
+                runbook="sentinelrollback",
+                unit="percentunit",
+            ),
+            Panel(
+                id=15,
+                title="Loss scale",
+                kind="timeseries",
+                description="Of the gradient scaler; only with fp16. Collapsing: the first thing "
+                "to look at when gradients explode.",
+                queries=(Query(_one("loss_scale"), "scale"),),
+                runbook="sentinelnonfinite",
+                log=True,
+            ),
         ),
     ),
     (
@@ -461,7 +491,40 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     Query(_one("decision_mismatches_total"), "mismatches"),
                     Query(_one("reports_dropped_total", by="reason"), "dropped: {{reason}}"),
                     Query(_one("reports_late_total"), "late"),
+                    Query(_one("report_holes"), "holes in the record"),
+                    Query(_one("second_writers_refused"), "second writers refused"),
                     Query(_one("internal_errors_total", by="where"), "error: {{where}}"),
+                ),
+                runbook=_SIDECAR,
+                steps=True,
+            ),
+            Panel(
+                id=52,
+                title="Is the sidecar quick?",
+                kind="timeseries",
+                description="Of the process that exports this run, for all its runs: how late its "
+                "event loop was at worst, and how long answers take.",
+                queries=(
+                    Query(_its_sidecar("sidecar_loop_lag_window_max_seconds"), "loop lag", AMBER),
+                    Query(
+                        _its_sidecar("sidecar_request_duration_seconds", p99_by="route"),
+                        "p99 {{route}}",
+                    ),
+                ),
+                runbook=_SIDECAR,
+                unit="s",
+            ),
+            Panel(
+                id=53,
+                title="Does the sidecar keep its record?",
+                kind="timeseries",
+                description="trouble 1: a disk or the database fails, and trainers keep what it "
+                "could not. All flat at 0 is healthy.",
+                queries=(
+                    Query(_its_sidecar("sidecar_store_trouble"), "trouble", RED),
+                    Query(_its_sidecar("sidecar_database_queue"), "waiting for the database"),
+                    Query(_its_sidecar("sidecar_database_errors_total"), "database errors"),
+                    Query(_its_sidecar("sidecar_lost_records_total"), "reports that no disk took"),
                 ),
                 runbook=_SIDECAR,
                 steps=True,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -43,6 +44,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.torch]
 RULES = ROOT / "deploy/prometheus/sentinel-rules.yaml"
 LAYERS = 12
 NAN, LOGITS, DAMAGE, END = 140, 160, 230, 330
+GAUGES = {
+    "tokens_per_second": 51_200.0,
+    "clipped_step_ratio": 0.02,
+    "memory_bytes/weights": 2e9,
+    "memory_bytes/optimizer": 12e9,
+}
 SCRAPE_S = 2.2  # for sure two scrapes
 
 
@@ -67,8 +74,9 @@ class ReportingTrainer(SimulatedTrainer):
         outcome = replace(done.outcome, source=self._source)
         self.link.settled(done.observation, done.decision, outcome)
 
-    def note(self, event: Any) -> None:
-        super().note(event)
+    def _observe(self, step: int) -> tuple[Observation, float]:
+        observation, batch = super()._observe(step)
+        return replace(observation, loss_scale=65536.0), batch
 
     def _note(self, event: Any) -> None:
         super()._note(event)
@@ -98,6 +106,9 @@ def trainer(url: str, run: str, faults: list[Fault]) -> ReportingTrainer:
         layers=tuple(Layer(f"blocks.{i}") for i in range(LAYERS)),
         breaker=Breaker(floor_s=0.05, retry_s=0.02),
     )
+    counts = link._counts  # type: ignore[attr-defined]
+    # What a trainer measures besides its observations travels with its own counters.
+    link._counts = lambda: msgspec.structs.replace(counts(), gauges=GAUGES)  # type: ignore[attr-defined]
     return ReportingTrainer(link, seed=3, faults=faults)
 
 
