@@ -21,6 +21,7 @@ from typing import Any
 from sentinel.core.state import State
 from sentinel.core.types import Decision, Observation, Source
 from sentinel_hooks.link import Link
+from sentinel_hooks.runqueue import RunQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +31,27 @@ class Wait:
     wall: float
     queued: float  # in which a thread of this process was ready and had no core
 
+    theirs: float = 0.0  # in which the sidecar was ready and had no core, if its pid was given
+
     @property
     def ours(self) -> float:
         return self.wall - self.queued
 
 
 class Metered:
-    """A link whose decide() is timed; everything else is the link's own."""
+    """A link whose decide() is timed; everything else is the link's own.
 
-    def __init__(self, link: Link) -> None:
+    Args:
+        sidecar: pid of its sidecar. The breaker then takes off what that stood in the queue too,
+            so that a crowded machine is not taken for a slow sidecar; on an idle one it is 0.
+    """
+
+    def __init__(self, link: Link, sidecar: int | None = None) -> None:
         self._link = link
+        self._sidecar = sidecar
         self.waits: list[Wait] = []
+        if sidecar is not None:
+            link._queue = BothQueues(sidecar)  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
@@ -48,12 +59,14 @@ class Metered:
     def decide(
         self, observation: Observation, own: Decision, state: State
     ) -> tuple[Decision, Source]:
+        theirs = queued_s(self._sidecar) if self._sidecar else {}
         queued, start = queued_s(), time.perf_counter()
         try:
             return self._link.decide(observation, own, state)
         finally:
             wall = time.perf_counter() - start
-            self.waits.append(Wait(wall, since(queued)))
+            lost = since(theirs, self._sidecar) if self._sidecar else 0.0
+            self.waits.append(Wait(wall, since(queued), lost))
 
     @property
     def longest(self) -> float:
@@ -72,18 +85,33 @@ class Metered:
         return sum(wait.ours for wait in self.waits) / len(self.waits)
 
 
-def queued_s() -> dict[str, float]:
-    """Seconds that each thread of this process has been ready without a core, so far."""
+class BothQueues:
+    """A RunQueue that adds the sidecar's own."""
+
+    def __init__(self, sidecar: int) -> None:
+        self._sidecar = sidecar
+        self._own = RunQueue()
+
+    def waited_s(self) -> float:
+        return self._own.waited_s() + sum(queued_s(self._sidecar).values())
+
+    def close(self) -> None:
+        self._own.close()
+
+
+def queued_s(pid: int | None = None) -> dict[str, float]:
+    """Seconds that each thread of a process (this one) has been ready without a core, so far."""
+    tasks = f"/proc/{pid or 'self'}/task"
     found = {}
-    for thread in os.listdir("/proc/self/task"):
+    for thread in os.listdir(tasks):
         try:
-            text = Path(f"/proc/self/task/{thread}/schedstat").read_text()
+            text = Path(f"{tasks}/{thread}/schedstat").read_text()
             found[thread] = int(text.split()[1]) * 1e-9
         except (OSError, IndexError):
             continue  # it has ended
     return found
 
 
-def since(before: dict[str, float]) -> float:
+def since(before: dict[str, float], pid: int | None = None) -> float:
     """Seconds that the threads which are there now have been so since `before`."""
-    return sum(now - before.get(thread, 0.0) for thread, now in queued_s().items())
+    return sum(now - before.get(thread, 0.0) for thread, now in queued_s(pid).items())
