@@ -406,6 +406,7 @@ def _attach_trainer(trainer: Any, *, loss_fn: Any, **options: Any) -> Session:
         run_dir=directory,
         run_id=run if named else "",
         loss_fn=loss_fn,
+        adopts=options["snapshots"] is not None and options["snapshots"].adopt is not None,
     )
     logger.info(
         "attached trainer=%s run=%s policy=%s mode=%s waits_for=%s",

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime as dt
 import functools
 import logging
 import os
@@ -33,7 +34,7 @@ from typing import Any, Protocol, TypeVar
 from sentinel.core import engine
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
-from sentinel.core.types import Protection
+from sentinel.core.types import IncidentState, Protection
 from sentinel_hooks.errors import AttachError, StillHalted
 from sentinel_hooks.guard import Guard
 from sentinel_hooks.layers import LayerTable
@@ -41,6 +42,7 @@ from sentinel_hooks.link import LinkStatus
 from sentinel_hooks.seams.patch import Patch, Stand
 from sentinel_hooks.seams.safe_point import INERT
 from sentinel_hooks.session import Session
+from sentinel_hooks.snapshots import unhealthy
 from sentinel_hooks.status import BlindSpot, Status
 
 logger = logging.getLogger(__name__)
@@ -101,6 +103,7 @@ class TrainerSession:
         run_dir: Path,
         run_id: str,
         loss_fn: Any = None,
+        adopts: bool = False,
     ) -> None:
         """Use attach().
 
@@ -108,6 +111,7 @@ class TrainerSession:
             begin: attach() for the objects, all options but the objects given.
             policy: the one in force until a Session knows better.
             run_id: the one that was given, "" for none.
+            adopts: the trainer's own checkpoints are the disk tier.
         """
         self._adapter = adapter
         self._begin = begin
@@ -115,6 +119,7 @@ class TrainerSession:
         self._run_dir = run_dir
         self._given_id = run_id
         self._loss_fn = loss_fn
+        self._adopts = adopts
         self._guard = Guard(run_id or "(not begun)")
         self._session: Session | None = None
         self._why = ""  # the last begin() failed
@@ -222,8 +227,12 @@ class TrainerSession:
         else:
             if self._detached:
                 why = "detached"
+            elif self._why:
+                why = self._why
+            elif "adapter" in self._guard.counts:
+                why = f"the adapter for {self._adapter.name} failed: {self._guard.last}"
             else:
-                why = self._why or f"waiting for {self._adapter.waits_for}"
+                why = f"waiting for {self._adapter.waits_for}"
             ledger = engine.initial().ledger
             status = Status(
                 run_id=self.run_id,
@@ -287,6 +296,7 @@ class TrainerSession:
         grad_scaler: Any = None,
         loss_fn: Any = None,
         blind_spots: Sequence[BlindSpot] = (),
+        resumed_from: str | os.PathLike[str] | None = None,
     ) -> Session | None:
         """Training starts, with these objects; the arguments are those of attach().
 
@@ -295,6 +305,8 @@ class TrainerSession:
         Args:
             loss_fn: how the adapter computes a loss again; the user's own goes before it.
             blind_spots: what cannot be seen of this training.
+            resumed_from: the trainer's own checkpoint that its weights come from: if it was saved
+                inside an incident, that is said.
 
         Returns:
             The Session, or None when it could not be made: that is logged, and status() says why.
@@ -324,7 +336,15 @@ class TrainerSession:
             return None
         for spot in blind_spots:
             self.blind_spot(spot.what, spot.way_out)
+        if resumed_from is not None:
+            self.resumed(resumed_from)
         return self._session
+
+    def resumed(self, path: str | os.PathLike[str]) -> None:
+        """The weights come from this checkpoint of the trainer's own."""
+        warning = self._guard.run("snapshot", unhealthy.warn_if_unhealthy, path)
+        if warning:
+            self.blind_spot(warning)
 
     @property
     def has_loss_fn(self) -> bool:
@@ -355,10 +375,17 @@ class TrainerSession:
             self._session.safe_point(*batch)
 
     def saved(self, path: str | os.PathLike[str]) -> None:
-        """The trainer has just written a checkpoint of its own there."""
+        """The trainer has just written a checkpoint of its own there.
+
+        One that was saved inside an incident gets a note beside it: unhealthy.json.
+        """
         session = self._session
-        if session is not None and not session.detached:
-            session.saved(path)
+        if session is None or session.detached:
+            return
+        session.saved(path)
+        if self._adopts or os.environ.get("RANK", "0") != "0":
+            return  # the disk tier does it; another process does it
+        self._guard.run("snapshot", _note_health, session, path)
 
     def end(self) -> None:
         """Training is over, one way or another."""
@@ -378,14 +405,14 @@ class TrainerSession:
         owner: Any,
         name: str,
         *,
-        before: Callable[[], Any] | None = None,
+        before: Callable[..., Any] | None = None,
         after: Callable[[Any], Any] | None = None,
         at_end: Callable[[], Any] | None = None,
     ) -> Callable[[], None]:
         """Hear of calls of the method `name` of the object `owner`, where there are no callbacks.
 
         Args:
-            before: called before each; guarded, as the others are.
+            before: called before each, with its arguments; guarded, as the others are.
             after: called with what it returned.
             at_end: called last, also when it raised.
 
@@ -399,7 +426,7 @@ class TrainerSession:
 
         def body(*args: Any, **kwargs: Any) -> Any:
             if first is not None:
-                first()
+                first(*args, **kwargs)
             try:
                 answer = method(*args, **kwargs)
                 if then is not None:
@@ -415,6 +442,22 @@ class TrainerSession:
             patch.remove()
 
         return undo
+
+
+def _note_health(session: Session, path: str | os.PathLike[str]) -> None:
+    ledger = session.state.ledger
+    for incident in reversed(ledger.incidents):
+        if incident.key == "instability" and incident.state is not IncidentState.RESOLVED:
+            unhealthy.note(
+                path,
+                run=session.run_id,
+                step=session.state.step,
+                incident=f"i-{incident.number}",
+                reason=incident.summary,
+                when=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            )
+            return
+    unhealthy.forget(path)  # of another checkpoint that had this name
 
 
 class _Callback:

@@ -658,7 +658,7 @@ WORLDS: dict[str, type[World]] = {
     world.name: world for world in (Plain, Accelerate, HuggingFace, Lightning, LightningManual)
 }
 
-# Detectors that have seen enough after a dozen steps, and have forgotten the steep start by step 24.
+# Detectors that have seen enough after a dozen steps and forgot the steep start by step 24.
 QUICK = """
 [spike]
 window = 16

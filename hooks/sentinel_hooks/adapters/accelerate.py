@@ -42,7 +42,7 @@ class AccelerateAdapter:
         """Stand before backward, and behind save_state and what ends a training."""
         held = weakref.ref(trainer)
 
-        def begin() -> None:
+        def begin(*_: Any, **__: Any) -> None:
             accelerator = held()
             if session.live or accelerator is None or not _prepared(accelerator):
                 return
@@ -54,11 +54,19 @@ class AccelerateAdapter:
                 blind_spots=_blind_spots(accelerator),
             )
 
+        def end(*_: Any, **__: Any) -> None:
+            session.end()
+
+        def loaded(input_dir: Any = None, *_: Any, **__: Any) -> None:
+            if input_dir is not None:
+                session.resumed(input_dir)
+
         if _prepared(trainer):
             begin()
         undo = [session.beside(trainer, "backward", before=begin)]
-        undo += [session.beside(trainer, name, before=session.end) for name in _ENDS]
+        undo += [session.beside(trainer, name, before=end) for name in _ENDS]
         undo.append(session.beside(trainer, "save_state", after=session.saved))
+        undo.append(session.beside(trainer, "load_state", before=loaded))
         undo.append(session.beside(trainer, "prepare", after=_Late(trainer, session)))
 
         def unhook() -> None:

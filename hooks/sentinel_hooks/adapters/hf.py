@@ -41,8 +41,10 @@ class HuggingFaceAdapter:
         """Put our callback before the user's."""
         callback = _Callback(trainer, session)
         trainer.callback_handler.callbacks.insert(0, callback)
+        undo = session.beside(trainer, "train", before=callback.called, at_end=session.end)
 
         def unhook() -> None:
+            undo()
             found = trainer.callback_handler.callbacks
             found[:] = [other for other in found if other is not callback]
 
@@ -55,6 +57,7 @@ class _Callback:
     def __init__(self, trainer: Any, session: TrainerSession) -> None:
         self._trainer = weakref.ref(trainer)
         self._session = session
+        self._resumed: Any = None  # as train() was asked
         self.on_train_begin = session.guarded(self._train_begin)
         self.on_epoch_begin = session.guarded(self._epoch_begin)
         self.on_step_end = session.guarded(self._step_end)
@@ -74,8 +77,14 @@ class _Callback:
     def __reduce__(self) -> tuple[Any, ...]:
         return _Inert, ()
 
-    def _train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._session.end()  # of a train() that raised
+    def called(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> None:
+        """train() begins."""
+        self._resumed = resume_from_checkpoint
+
+    def _train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._session.end()  # auto_find_batch_size starts again, after memory ran out
+        if self._resumed is True:
+            self._resumed = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
 
     def _epoch_begin(self, *args: Any, **kwargs: Any) -> None:
         # Not on_train_begin: the user's callbacks of that event come after ours, and may still
@@ -89,6 +98,7 @@ class _Callback:
             lr_scheduler=trainer.lr_scheduler,
             grad_scaler=trainer.accelerator.scaler,
             blind_spots=_blind_spots(trainer),
+            resumed_from=self._resumed or None,
         )
 
     def _step_end(self, *args: Any, **kwargs: Any) -> None:

@@ -103,6 +103,7 @@ class _Callback:
             grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
             loss_fn=step,
             blind_spots=_blind_spots(trainer, module),
+            resumed_from=trainer.ckpt_path,
         )
         if session is None:
             return

@@ -116,7 +116,7 @@ class LoopAdapter:
         return isinstance(trainer, Loop)
 
     def watch(self, trainer: Any, session: TrainerSession) -> Any:
-        def begin() -> None:
+        def begin(steps: int) -> None:
             session.begin(**(self.begins_with or {"model": trainer.net, "optimizer": trainer.opt}))
 
         return session.beside(trainer, "go", before=begin, at_end=session.end)
@@ -264,6 +264,7 @@ def test_a_mistake_in_an_adapter_does_not_end_the_training(
     adapter.begins_with = {"modell": None}
     loop.go(3)
     assert session.status().internal_errors == {"adapter": 1}
+    assert session.status().why.startswith("the adapter for Loop failed: adapter: TypeError")
 
 
 def test_checkpoints_are_for_a_training_that_runs(adapter: LoopAdapter, tmp_path: Path) -> None:

@@ -75,6 +75,30 @@ def test_what_is_saved_and_evaluated_after_a_rollback_is_what_was_restored(tmp_p
     assert scores[28] == scores[16]
 
 
+def test_checkpoints_saved_inside_an_incident_carry_a_note_and_resuming_from_one_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"save_strategy": "steps", "save_steps": 1, "save_only_model": False}
+    world = HuggingFace(Cell(steps=40, damage_at=24, options=options), tmp_path)
+    with attach(world, tmp_path / "runs"):
+        world.train()
+    noted = {int(path.parent.name.split("-")[1]) for path in tmp_path.glob("hf/*/unhealthy.json")}
+    assert {26, 27} <= noted, "saved with damaged weights"
+    assert not noted & {*range(1, 24), 39, 40}
+
+    again = HuggingFace(Cell(steps=30, options=options), tmp_path)
+    with attach(again, tmp_path / "runs") as session:
+        again.train(resume_from_checkpoint=str(tmp_path / "hf" / "checkpoint-27"))
+        spots = [str(spot) for spot in session.status().blind_spots]
+    assert len(spots) == 1
+    assert "checkpoint-27 is listed as unhealthy" in spots[0]
+    assert "resuming from an unhealthy checkpoint" in caplog.text
+    again = HuggingFace(Cell(steps=30, options=options), tmp_path)
+    with attach(again, tmp_path / "runs") as session:
+        again.train(resume_from_checkpoint=str(tmp_path / "hf" / "checkpoint-20"))
+        assert session.status().blind_spots == ()
+
+
 def test_the_loss_is_taken_before_the_trainer_puts_an_average_in_the_place_of_a_nan(
     tmp_path: Path,
 ) -> None:
@@ -159,6 +183,8 @@ def test_a_train_that_raised_leaves_a_trainer_that_can_train_again(tmp_path: Pat
     world.before_step = _raise_at(5)
     with pytest.raises(RuntimeError):
         world.train()
+    assert not session.live
+    assert session.status().why == "training has ended; waiting for trainer.train()"
     world.before_step = None
     world.train()
     assert session.status().step == 12

@@ -70,7 +70,7 @@ class SmithAdapter:
         return isinstance(trainer, Smith)
 
     def watch(self, trainer: Smith, session: TrainerSession) -> Callable[[], None]:
-        def beat() -> None:
+        def beat(step: int) -> None:
             if not session.live:  # forge() makes the objects before its first beat
                 session.begin(
                     model=trainer.parts, optimizer=trainer.tool, lr_scheduler=trainer.pace
