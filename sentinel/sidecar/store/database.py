@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 MOST_QUEUED = 10_000
 BUSY_MS = 5_000
+ANSWER_S = 10.0
 
 T = TypeVar("T")
 
@@ -94,7 +95,10 @@ class Database:
 
     async def run(self, work: Callable[[Session], T]) -> T:
         """Do it, after all that was submitted before; raises StoreError."""
-        return await asyncio.wrap_future(self._call(work))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self._call(work)), ANSWER_S)
+        except TimeoutError as error:
+            raise StoreError(f"the database has not answered within {ANSWER_S:g} s") from error
 
     def sync(self, work: Callable[[Session], T]) -> T:
         """The same for who may wait; raises StoreError."""
@@ -162,8 +166,10 @@ def _engine(url: str) -> Engine:
             engine = create_engine(parsed, connect_args={"check_same_thread": False})
             event.listen(engine, "connect", _sqlite)
             return engine
-        return create_engine(parsed, pool_size=2, pool_pre_ping=True, pool_timeout=5)
-    except (ArgumentError, NoSuchModuleError) as error:
+        # A server that went away without a word must not hold the worker for minutes.
+        patience = {"connect_timeout": 5, "tcp_user_timeout": 10_000}
+        return create_engine(parsed, pool_size=2, pool_pre_ping=True, connect_args=patience)
+    except (ArgumentError, NoSuchModuleError, ValueError) as error:
         raise ConfigError(
             f"database must be sqlite:///PATH or postgresql://..., got {_shown(url)}"
         ) from error
@@ -186,8 +192,8 @@ def _shown(url: str) -> str:
     """The URL without its password."""
     try:
         return make_url(url).render_as_string(hide_password=True)
-    except ArgumentError:
-        return repr(url[:32])
+    except (ArgumentError, ValueError):
+        return f"{url.partition(':')[0][:16]!r}: ..."
 
 
 def _said(error: BaseException) -> str:
