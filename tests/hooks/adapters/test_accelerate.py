@@ -173,3 +173,36 @@ def test_an_accelerator_alone_is_told_what_to_do(tmp_path: Path) -> None:
     assert session.session is None
     assert session.status().why.startswith("waiting for")
     session.detach()
+
+
+class Scaled(Accelerate):
+    """With a GradScaler, as accelerate makes one for fp16 on a GPU (on a CPU it makes none)."""
+
+    early = True
+
+    def build(self) -> None:
+        super().build()
+        self.trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=8)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before prepare", "after prepare"])
+def test_a_scaled_run_is_unharmed_and_its_overflows_are_the_scalers_business(
+    late: bool, tmp_path: Path
+) -> None:
+    cell = Cell(steps=24, accumulation=2, clip=1.0, nan_at={9})
+    alone = Scaled(cell, tmp_path)
+    alone.train()
+    world = Scaled(cell, tmp_path)
+    if late:
+        world.prepare()
+    session = attach(world, tmp_path / "runs")
+    world.train()
+    session.detach()
+    assert world.fingerprint() == alone.fingerprint()
+    assert world.trainer.scaler.get_scale() == alone.trainer.scaler.get_scale() != 2.0**10
+    found = records(session)
+    assert len(found) == 24
+    assert acted(session) == [], "the scaler drops that step by itself"
+    assert [r.step for r in found if not r.outcome.applied] == [9]
+    assert [r.observation.loss for r in found] == pytest.approx(world.losses, rel=1e-6)
+    assert world.leftovers() == []

@@ -285,3 +285,85 @@ def test_a_policy_that_halts_ends_fit(tmp_path: Path) -> None:
         world.train()
     session.detach()
     assert POLICY is not None
+
+
+# ---------------------------------------------------------------- odd steps
+
+
+class Scaled(Lightning):
+    """A GradScaler and fp16 autocast on the CPU, as 16-mixed has them on a GPU."""
+
+    def build(self) -> None:
+        from lightning.pytorch.plugins import MixedPrecision
+
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=8)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+        object.__setattr__(self.cell, "options", {**self.cell.options, "plugins": [plugin]})
+        super().build()
+
+
+def test_a_scaled_run_is_unharmed_and_its_overflows_are_the_scalers_business(
+    tmp_path: Path,
+) -> None:
+    cell = Cell(steps=24, accumulation=2, clip=1.0, nan_at={9})
+    alone = Scaled(cell, tmp_path)
+    alone.train()
+    world = Scaled(cell, tmp_path)
+    session = attach(world, tmp_path / "runs")
+    world.train()
+    session.detach()
+    assert world.fingerprint() == alone.fingerprint()
+    assert (
+        world.trainer.precision_plugin.scaler.get_scale() == 2.0**11
+    )  # twice doubled, once halved
+    found = records(session)
+    assert len(found) == 24
+    assert acted(session) == [], "the scaler drops that step by itself"
+    assert [r.step for r in found if not r.outcome.applied] == [9]
+    assert [r.observation.loss for r in found] == pytest.approx(world.losses, rel=2e-3)
+    assert world.leftovers() == []
+
+
+class Odd(Lightning):
+    """training_step returns None at some batches: Lightning leaves backward out."""
+
+    def build(self) -> None:
+        super().build()
+        step = self.module.training_step
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in (3, 7) else step(batch, batch_idx)
+
+        self.module.training_step = training_step
+
+
+def test_batches_without_a_loss_are_no_harm(tmp_path: Path) -> None:
+    cell = Cell(steps=14)
+    alone = Odd(cell, tmp_path)
+    alone.train()
+    world = Odd(cell, tmp_path)
+    session = attach(world, tmp_path / "runs")
+    world.train()
+    session.detach()
+    assert world.fingerprint() == alone.fingerprint()
+    assert acted(session) == []
+    assert [r.step for r in records(session) if r.observation.loss is None] == [3, 7]
+
+
+class Searching(Lightning):
+    """LBFGS calls its closure, which is the whole training_step, several times a step."""
+
+    def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters, lr=0.3, max_iter=3, history_size=4)
+
+
+def test_lbfgs_is_unharmed(tmp_path: Path) -> None:
+    cell = Cell(steps=8)
+    alone = Searching(cell, tmp_path)
+    alone.train()
+    world = Searching(cell, tmp_path)
+    session = attach(world, tmp_path / "runs")
+    world.train()
+    session.detach()
+    assert world.fingerprint() == alone.fingerprint()
+    assert len(records(session)) == 8
