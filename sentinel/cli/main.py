@@ -24,6 +24,7 @@ from sentinel.cli.remote import DEFAULT_PORT
 from sentinel.client import TOKEN_VARIABLE
 from sentinel.core.errors import SentinelError
 from sentinel.core.policy import SHIPPED, Policy
+from sentinel.dashboards.annotate import writer_from
 from sentinel.wire import codec
 
 ROLES = ("read", "ingest", "control")
@@ -198,9 +199,11 @@ def serve(options: argparse.Namespace) -> int:
         level=logging.INFO if options.verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(message)s",
     )
-    for noisy in ("apscheduler", "uvicorn"):
+    for noisy in ("alembic", "apscheduler", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    writer = writer_from(os.environ)
     settings = Settings(
+        on_decision=None if writer is None else writer.decided,
         policy=Policy.load(options.policy) if options.policy else None,
         token=os.environ.get(TOKEN_VARIABLE, ""),
         token_files=tuple((Role(role), path) for role, path in options.token_file),
@@ -214,13 +217,17 @@ def serve(options: argparse.Namespace) -> int:
     )
     if options.port is None and options.uds is None:
         options.port = DEFAULT_PORT
-    run_sidecar(
-        settings,
-        port=options.port,
-        host=options.host,
-        uds=options.uds,
-        say=lambda line: print(line, flush=True),
-    )
+    try:
+        run_sidecar(
+            settings,
+            port=options.port,
+            host=options.host,
+            uds=options.uds,
+            say=lambda line: print(line, flush=True),
+        )
+    finally:
+        if writer is not None:
+            writer.close()
     return 0
 
 

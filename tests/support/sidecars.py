@@ -102,6 +102,7 @@ class HostileProxy:
     to the request before. garbles: flips bits in the answer's body. garbles_request: flips bits on
     the way in. resets: cuts the connection with RST. hangs: never answers. nonsense: answers
     something that is no HTTP. refuses: accepts and closes at once. endless: an answer without end.
+    loses: lets the sidecar answer, and every second answer never arrives.
     late: a good answer, 45 ms after the question.
     """
 
@@ -120,7 +121,7 @@ class HostileProxy:
     def __init__(self, port: int) -> None:
         self._target = port
         self.behaviour = "healthy"
-        self.requests = 0
+        self.requests = self.lost = 0
         self._before = b""
         self._closing = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -180,6 +181,11 @@ class HostileProxy:
             return False
         if how == "late":
             time.sleep(0.045)
+        if how == "loses":
+            self.lost += self.requests % 2
+            if self.requests % 2:
+                front.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                return False
         before, self._before = self._before, answer
         if how == "stale":
             front.sendall(before or answer)
