@@ -2,9 +2,10 @@
 
     writer = writer_from(os.environ)           # None when no Grafana is configured
     writer.acted(run="r7", step=412, action=Action.ROLLBACK, rule="loss_spike", reason=..., now=now)
+    writer.decided("r7", row)                  # the same, from what the sidecar tells of a decision
     writer.close()
 
-The one call is cheap and takes every action; PROCEED is ignored. A thread of its own writes. While
+A call is cheap and takes every action; PROCEED is ignored. A thread of its own writes. While
 Grafana cannot be reached it tries again, ever more slowly, and the queue fills; when it is full
 the oldest mark goes and is counted. A mark that Grafana refuses is dropped at once. Trouble is
 logged once when it begins and once when it is over.
@@ -22,7 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from sentinel.core.types import Action
 from sentinel.dashboards.grafana import (
@@ -109,6 +110,17 @@ class AnnotationWriter:
                 )
                 self._thread.start()
             self._changed.notify()
+
+    def decided(self, run: str, row: Mapping[str, Any]) -> None:
+        """The same, from the sidecar's row of an executed decision: `Settings.on_decision`."""
+        self.acted(
+            run=run,
+            step=row["step"],
+            action=Action[row["action"].upper()],
+            rule=row["rule"],
+            reason=row["reason"],
+            now=row["at"],
+        )
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Write what is waiting if that is quick, then stop."""

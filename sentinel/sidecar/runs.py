@@ -696,6 +696,8 @@ class Runs:
         self._store.save_decision(DecisionRow(run=run.name, incarnation=run.incarnation, **row))
         if live:
             self._hub.publish("decision", run.name, row)
+            if self.settings.on_decision is not None:
+                self.settings.on_decision(run.name, row)
 
     def _note_incidents(self, run: Run, now: float) -> None:
         """Write incidents that have changed."""

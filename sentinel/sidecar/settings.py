@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sentinel.core.errors import ConfigError
 from sentinel.core.policy import Policy
@@ -30,6 +32,8 @@ class Settings:
         max_run_bytes: what the series of one run may take; its oldest segments make room.
         max_store_bytes: what all series may take; runs that are over make room, oldest first.
         retention_days: series of runs that ended longer ago are deleted.
+        on_decision: told the run and the row of every executed decision but PROCEED, once, when it
+            is live; it must return at once. Marks in Grafana are written by it.
         watch: folders of embedded runs (a trainer's run_dir) that are shown too, read-only.
     """
 
@@ -46,6 +50,7 @@ class Settings:
     max_store_bytes: int = 50 * 2**30
     retention_days: float = 30.0
     watch: tuple[Path, ...] = ()
+    on_decision: Callable[[str, Mapping[str, Any]], None] | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lost_after_s) and self.lost_after_s > 0):

@@ -72,6 +72,26 @@ def test_skips_rollbacks_and_halts_are_marked_and_found_by_the_tags_of_the_dashb
     assert first["text"] == "<b>skip</b> at step 5: 12 x &gt; 10 x"
 
 
+def test_the_sidecars_row_of_a_decision_says_the_same() -> None:
+    row = {
+        "step": 412,
+        "attempt": 0,
+        "action": "rollback",
+        "rule": "loss_spike",
+        "reason": "4th hot step",
+        "target": 400,
+        "source": "sidecar",
+        "at": NOW,
+    }
+    sink = Sink()
+    writer = AnnotationWriter(lambda: sink)
+    writer.decided("r7", row)
+    rollback(writer)
+    until(lambda: writer.written == 2)
+    writer.close()
+    assert len(set(sink.texts)) == 1
+
+
 def test_a_grafana_that_comes_back_gets_what_it_missed_in_order() -> None:
     with fake_grafana() as grafana:
         grafana.fail_next(503, times=3)

@@ -21,14 +21,17 @@ from sentinel.core.state import State
 from sentinel.core.types import (
     LAYER_ACTIVATION_RMS,
     LAYER_GRAD_NORM,
+    Action,
     Column,
     Decision,
     Observation,
 )
+from sentinel.dashboards.grafana import TOKEN_VARIABLE, URL_VARIABLE
 from sentinel.dashboards.panels import ANNOTATIONS, Panel, panels
 from sentinel.wire.messages import Layer
 from sentinel_hooks.link import Breaker, Link, make_link
 from tests.support import ROOT
+from tests.support.fake_grafana import TOKEN, FakeGrafana, fake_grafana
 from tests.support.prometheus import Prometheus, prometheus
 from tests.support.sidecars import HostileProxy, hostile_proxy, serving
 from tests.support.simulated import (
@@ -135,13 +138,15 @@ class World:
     prom: Prometheus
     bad: ReportingTrainer
     start: float
+    grafana: FakeGrafana
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder: Path = tmp_path_factory.mktemp("prometheus")
     with (
-        serving() as sidecar,
+        fake_grafana() as grafana,
+        serving(env={URL_VARIABLE: grafana.url, TOKEN_VARIABLE: TOKEN}) as sidecar,
         hostile_proxy(sidecar.port) as proxy,
         prometheus(folder, targets={"sentinel": [sidecar.port]}, rules=[RULES]) as prom,
     ):
@@ -153,7 +158,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         faults = [NanGradient(NAN), LogitGrowth(LOGITS), Damage(DAMAGE)]
         bad = trainer(proxy.url, "bad", faults)
         live(bad, proxy)
-        yield World(prom, bad, start)
+        yield World(prom, bad, start, grafana)
         bad.link.close()
 
 
@@ -186,6 +191,28 @@ def test_the_layer_that_is_nan_is_named(world: World) -> None:
     (expr,) = [e for _, e in CASES if "!= 0" in e]
     found = world.prom.range(ready(expr, "bad"), world.start, time.time())
     assert {series["metric"]["layer"] for series in found} == {"blocks.3"}
+
+
+def test_the_sidecar_marks_in_grafana_what_it_did_and_nothing_else(world: World) -> None:
+    done = [
+        (step.observation.step, step.decision.action.name)
+        for step in world.bad.steps
+        if step.decision.action is not Action.PROCEED
+    ]
+    deadline = time.monotonic() + 20
+    while len(world.grafana.annotations) < len(done):
+        assert time.monotonic() < deadline, world.grafana.annotations
+        time.sleep(0.1)
+    marks = world.grafana.annotations
+    names = {"SKIP_STEP": "skip", "ROLLBACK": "rollback"}
+    assert [
+        (m["tags"][1], f"at step {step}:" in m["text"])
+        for m, (step, _) in zip(marks, done, strict=True)
+    ] == [(names[action], True) for _, action in done]
+    wanted = next(m for m in ANNOTATIONS if m.tags)
+    for mark in marks:
+        assert {tag.replace("$run", "bad") for tag in wanted.tags} <= set(mark["tags"])
+        assert world.start * 1000 - 1 <= mark["time"] <= time.time() * 1000
 
 
 def test_the_list_of_runs_holds_both(world: World) -> None:
