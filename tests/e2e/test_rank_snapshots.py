@@ -106,6 +106,8 @@ def test_no_rank_needs_another_one_for_its_work(crew: Crew) -> None:
 def test_torch_alone_reads_the_whole(kind: str, crew: Crew) -> None:
     tensors, rest = confirm.read(crew.snapshot(kind))
     reference = torch.load(crew.directory / f"{kind}.reference.pt")
+    if kind == "ddp":  # what may differ between ranks stays with each
+        reference.pop("extra_0.average")
     assert tensors.keys() == reference.keys()
     for name, tensor in reference.items():
         assert digest(tensors[name]) == digest(tensor), name
@@ -136,6 +138,7 @@ def test_torchs_own_converter_reads_it_too(crew: Crew, tmp_path: Path) -> None:
         ("fsdp_on_ddp_2", 4, False),
         ("fsdp_on_1", 4, False),
         ("plain_on_4", 1, True),
+        ("ddp_on_fsdp_4", 2, True),
         ("hsdp_on_fsdp_4", 4, True),
         ("ddp_on_1", 2, False),
         ("ddp_on_2", 2, False),
@@ -153,6 +156,7 @@ def test_any_number_of_ranks_goes_on_from_it(
         own = rank if rank < saved_by else 0
         assert said["position"] == [own, own]
         assert set(said["sharded"]) == set(said["moments sharded"]) == {sharded}
+        assert said["average sharded"] is sharded
         assert said["resumed"] == 3
         if world == saved_by:
             assert said["notes"] == []

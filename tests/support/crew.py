@@ -70,16 +70,18 @@ class Net(nn.Module):
 
 
 class Position:
-    """The user's own state, another on every rank."""
+    """The user's own state, another on every rank; and an average of the weights, spread as they
+    are."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, weight: Tensor) -> None:
         self.seen, self.rank = torch.tensor([float(rank)]), rank
+        self.average = weight.detach().clone()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen, "rank": self.rank}
+        return {"seen": self.seen, "rank": self.rank, "average": self.average}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen, self.rank = state["seen"], state["rank"]
+        self.seen, self.rank, self.average = state["seen"], state["rank"], state["average"]
 
 
 class Run:
@@ -101,7 +103,7 @@ class Run:
             fully_shard(self.net, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.position = Position(rank)
+        self.position = Position(rank, self.net.first.weight)
         self.target = Target(
             (self.model,), (self.optimizer,), (self.scheduler,), extra_state=(self.position,)
         )
@@ -128,6 +130,8 @@ class Run:
             self.model(x).square().mean().backward()
             self.optimizer.step()
             self.position.seen += 1
+            with torch.no_grad():
+                self.position.average.mul_(0.5).add_(self.net.first.weight.detach(), alpha=0.5)
 
     def tensors(self) -> dict[str, Tensor]:
         """What this rank holds, by the names of the disk."""
@@ -138,6 +142,7 @@ class Run:
         for name, parameter in self.net.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 found[f"optimizer.state.{name}.{key}"] = value
+        found["extra_0.average"] = self.position.average
         return found
 
     def held(self) -> str:
@@ -365,6 +370,7 @@ def _read(kind: str, of: str, directory: Path, rank: int, world: int) -> dict[st
         "resumed": step,
         "rate": other.optimizer.param_groups[0]["lr"],
         "sharded": [is_sharded(p) for p in run.model.parameters()],
+        "average sharded": is_sharded(other.position.average),
         "moments sharded": [
             is_sharded(run.optimizer.state[p]["exp_avg"]) for p in run.model.parameters()
         ],
@@ -394,6 +400,11 @@ def plain_on_4(directory: Path, rank: int, world: int) -> dict[str, Any]:
 @scenario(4)
 def hsdp_on_fsdp_4(directory: Path, rank: int, world: int) -> dict[str, Any]:
     return _read("fsdp", "hsdp", directory, rank, world)
+
+
+@scenario(4)
+def ddp_on_fsdp_4(directory: Path, rank: int, world: int) -> dict[str, Any]:
+    return _read("fsdp", "ddp", directory, rank, world)
 
 
 @scenario(1)

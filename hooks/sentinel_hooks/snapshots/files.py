@@ -93,11 +93,14 @@ class Places:
         tensors: as the image names them.
         optimizers: for each, the parameter at (group, index).
         layout: hash of names, shapes and types.
+        extra: for each of the user's objects its live state, with a Place for each tensor; None
+            where nothing is sharded, so that nothing has to be cut.
     """
 
     tensors: dict[tuple[Any, ...], Place]
     optimizers: list[dict[tuple[int, int], Place]]
     layout: str
+    extra: list[Any]
 
     def device(self, saved: str, near: Place | None) -> torch.device:
         """The saved device, or this rank's own of the same kind."""
@@ -154,9 +157,10 @@ def capture(target: Target) -> Rest:
 
 
 def places(target: Target) -> Places:
-    """Where a snapshot's values would go now; call it on the trainer's thread."""
+    """Where a snapshot's values would go now; call it on the trainer's thread, on all ranks."""
     shards.reshard(target.models)
     live = dict(live_tensors(target))
+    sharded = any(map(shards.is_sharded, live.values()))
     return Places(
         {key: _place_of(tensor) for key, tensor in live.items()},
         [
@@ -168,7 +172,30 @@ def places(target: Target) -> Places:
             for optimizer in target.optimizers
         ],
         _layout((key, tensor.shape, tensor.dtype) for key, tensor in live.items()),
+        [_form(thing.state_dict()) if sharded else None for thing in target.extra_state],
     )
+
+
+def _form(value: Any) -> Any:
+    """A tree with places in it, as far as there are tensors."""
+    if isinstance(value, Tensor):
+        return _place_of(value)
+    if isinstance(value, dict):
+        return {k: _form(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_form(v) for v in value]
+    return None
+
+
+def _below(near: Any, key: Any) -> Any:
+    """What is near to a part of a tree: a parameter is, to all of its state."""
+    if isinstance(near, Place):
+        return near
+    if isinstance(near, dict):
+        return near.get(key)
+    if isinstance(near, list) and isinstance(key, int) and key < len(near):
+        return near[key]
+    return None
 
 
 def _place_of(tensor: Tensor) -> Place:
@@ -457,7 +484,7 @@ def read(
             }
         )
     image.scaler = record["scaler"]
-    image.extra = [unpack.tree(e) for e in record["extra"]]
+    image.extra = [unpack.tree(e, _below(places.extra, i)) for i, e in enumerate(record["extra"])]
     rest = Rest(
         record["names"],
         [unpack.tree(g) for g in record["groups"]],
@@ -500,23 +527,23 @@ class _Unpacker:
         self._source = source
         self._places = places
 
-    def tree(self, value: Any, near: Place | None = None) -> Any:
-        """`near`: the parameter that this belongs to."""
+    def tree(self, value: Any, near: Any = None) -> Any:
+        """`near`: the parameter that this belongs to, or places in the form of this tree."""
         if isinstance(value, dict):
             if _TENSOR in value:
-                return self._tensor(value, near)
-            return {k: self.tree(v, near) for k, v in value.items()}
+                return self._tensor(value, near if isinstance(near, Place) else None)
+            return {k: self.tree(v, _below(near, k)) for k, v in value.items()}
         if isinstance(value, list):
-            return [self.tree(v, near) for v in value]
+            return [self.tree(v, _below(near, i)) for i, v in enumerate(value)]
         if type(value) is tuple:
-            return tuple(self.tree(v, near) for v in value)
+            return tuple(self.tree(v, _below(near, i)) for i, v in enumerate(value))
         return value
 
     def _tensor(self, ref: Mapping[str, Any], near: Place | None) -> HostTensor:
         device = self._places.device(ref["device"], near)
         name = ref[_TENSOR]
         if not name:
-            return HostTensor(ref["data"], device)
+            return self._inline(ref["data"], device, near)
         size, dtype = self._source.about(name)
         cut = self._cut(size, ref, near)
         stride = tuple(ref["stride"])
@@ -534,8 +561,16 @@ class _Unpacker:
         self._source.want(name, data, cut.offsets)
         return HostTensor(data, device, cut)
 
+    def _inline(self, data: Tensor, device: torch.device, near: Place | None) -> HostTensor:
+        cut = near.cut if near is not None and near.size == tuple(data.shape) else None
+        if cut is None or cut.offsets is None:
+            return HostTensor(data, device)
+        for dimension, (begin, length) in enumerate(zip(cut.offsets, cut.shape, strict=True)):
+            data = data.narrow(dimension, begin, length)
+        return HostTensor(data.contiguous(), device, cut)
+
     def _cut(self, size: tuple[int, ...], ref: Mapping[str, Any], near: Place | None) -> Cut | None:
-        """As its parameter is cut where it is of the same size, else as it was when saved."""
+        """As what is near is cut where it is of the same size, else as it was when saved."""
         if near is not None and near.size == size and size:
             return near.cut
         if "cut" not in ref:

@@ -331,8 +331,10 @@ def live_tensors(target: Target) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
 
 def _tree_bytes(value: Any) -> int:
     if isinstance(value, Tensor):
-        part = shards.local(value)
-        return part.numel() * part.element_size()
+        if shards.is_sharded(value):
+            value = shards.local(value)
+        held: int = value.numel() * value.element_size()
+        return held
     if isinstance(value, dict):
         return sum(_tree_bytes(v) for v in value.values())
     if isinstance(value, list | tuple):
@@ -360,8 +362,7 @@ class _Copier:
         self.size_bytes = 0
 
     def tensor(self, live: Tensor, reuse: Any) -> HostTensor:
-        cut = shards.cut_of(live)
-        live = shards.local(live)
+        live, cut = shards.split(live)
         if live.layout is not torch.strided:
             return HostTensor(live.clone().cpu(), live.device, cut)
         buffer = reuse.data if isinstance(reuse, HostTensor) else None
@@ -444,8 +445,7 @@ def prepare(target: Target, image: Image) -> Prepared:
     objects: list[tuple[Any, Any]] = []
     try:
         for key, saved in image.tensors.items():
-            _compare(key[-1], live.get(key), saved)
-            pairs.append((shards.local(live[key]), saved.data))
+            pairs.append((_fitting(key[-1], live.get(key), saved), saved.data))
         _count("optimizers", len(target.optimizers), len(image.optimizers))
         for optimizer, kept in zip(target.optimizers, image.optimizers, strict=True):
             _prepare_optimizer(optimizer, kept, pairs, entries)
@@ -461,11 +461,12 @@ def prepare(target: Target, image: Image) -> Prepared:
     return Prepared(image.step, image.stats, image.token, image.notes, pairs, entries, objects)
 
 
-def _compare(name: str, live: Tensor | None, saved: HostTensor) -> None:
+def _fitting(name: str, live: Tensor | None, saved: HostTensor) -> Tensor:
+    """The part of the live tensor that this is for."""
     if live is None:
         shape = saved.cut.size if saved.cut is not None else tuple(saved.data.shape)
         raise SnapshotError(f"{name} was of shape {shape} and is gone")
-    cut = shards.cut_of(live)
+    part, cut = shards.split(live)
     if cut is None and saved.cut is None:
         if live.shape != saved.data.shape:
             raise SnapshotError(
@@ -476,6 +477,7 @@ def _compare(name: str, live: Tensor | None, saved: HostTensor) -> None:
         raise SnapshotError(f"this rank's part of {name} was {was} and is {now}")
     if live.dtype != saved.data.dtype:
         raise SnapshotError(f"{name} was of type {saved.data.dtype} and is of type {live.dtype}")
+    return part
 
 
 def _count(what: str, now: int, then: int) -> None:
@@ -495,8 +497,9 @@ def _prepare_optimizer(
 
     def put(holder: Any, key: Any, value: Any) -> None:
         now = holder.get(key)
-        if isinstance(now, Tensor) and _fits(now, value):
-            pairs.append((shards.local(now), value.data))
+        part = _same(now, value) if isinstance(now, Tensor) else None
+        if part is not None:
+            pairs.append((part, value.data))
         else:
             entries.append((holder, key, thaw(value)))
 
@@ -521,18 +524,16 @@ def _prepare_optimizer(
             put(group, key, value)
 
 
-def _fits(live: Tensor, saved: Any) -> bool:
+def _same(live: Tensor, saved: Any) -> Tensor | None:
+    """The part of the live tensor that this can be copied into; None if there is none."""
     if not isinstance(saved, HostTensor):
-        return False
-    cut, part = shards.cut_of(live), shards.local(live)
-    if (cut is None) != (saved.cut is None):
-        return False
-    return (
-        (cut is None or saved.cut is None or cut.same_part(saved.cut))
-        and part.layout is torch.strided
-        and part.shape == saved.data.shape
-        and part.dtype == saved.data.dtype
-    )
+        return None
+    part, cut = shards.split(live)
+    if cut is not None or saved.cut is not None:
+        if cut is None or saved.cut is None or not cut.same_part(saved.cut):
+            return None
+    fits = part.layout is torch.strided and part.shape == saved.data.shape
+    return part if fits and part.dtype == saved.data.dtype else None
 
 
 def thaw(value: Any) -> Any:

@@ -1,8 +1,7 @@
 """Which part of a tensor this rank holds: DTensors (FSDP2) as local shards with global offsets.
 
     reshard(models)             first at a safe point, on every rank alike
-    cut = cut_of(tensor)        None for a plain tensor
-    part = local(tensor)        what is in this rank's memory, sharing it
+    part, cut = split(tensor)   what is in this rank's memory, sharing it; None for a plain tensor
     whole = rebuild(part, cut)  a DTensor around a local part, no message sent
 
 Nothing here is a collective; everything is arithmetic on the mesh. Offsets follow torch.chunk, as
@@ -27,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_ORDINARY = frozenset({Tensor, nn.Parameter})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class Cut:
 
 def is_sharded(tensor: Tensor) -> bool:
     """A DTensor."""
+    if type(tensor) in _ORDINARY:  # thousands of them in each snapshot
+        return False
     # Nobody can have made one before this module was imported; importing it here takes a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -80,6 +83,13 @@ def local(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return part.detach()
+
+
+def split(tensor: Tensor) -> tuple[Tensor, Cut | None]:
+    """(local(tensor), cut_of(tensor))."""
+    if not is_sharded(tensor):
+        return tensor.detach(), None
+    return local(tensor), cut_of(tensor)
 
 
 def cut_of(tensor: Tensor) -> Cut | None:
