@@ -101,6 +101,18 @@ def test_an_edit_in_grafana_is_named_and_put_back(grafana: FakeGrafana, port: Gr
     assert push(port) == []
 
 
+def test_a_panel_that_somebody_added_is_a_difference(
+    grafana: FakeGrafana, port: GrafanaPort
+) -> None:
+    push(port)
+    there = grafana.dashboards[RUN_UID].body["panels"]
+    there.append({**there[-1], "id": 999})
+    plan = pushing.compare(port, want())
+    assert [d.partition(":")[0] for d in plan.changes[0].differences] == ["panels"]
+    push(port)
+    assert len(grafana.dashboards[RUN_UID].body["panels"]) == len(BOARDS[0]["panels"])
+
+
 def test_a_rule_that_somebody_added_or_removed_is_a_difference(
     grafana: FakeGrafana, port: GrafanaPort
 ) -> None:
