@@ -59,7 +59,7 @@ def served(tmp_path: Path) -> Iterator[tuple[ServeProcess, HostileProxy, People]
 
 
 @pytest.mark.parametrize("decide", ["sidecar", "trainer"])
-def test_each_order_is_obeyed_once_though_every_second_reply_is_lost(
+def test_each_order_is_obeyed_once_though_requests_and_replies_are_lost(
     served: tuple[ServeProcess, HostileProxy, People], decide: str
 ) -> None:
     _, proxy, people = served

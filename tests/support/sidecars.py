@@ -102,7 +102,7 @@ class HostileProxy:
     to the request before. garbles: flips bits in the answer's body. garbles_request: flips bits on
     the way in. resets: cuts the connection with RST. hangs: never answers. nonsense: answers
     something that is no HTTP. refuses: accepts and closes at once. endless: an answer without end.
-    loses: lets the sidecar answer, and every second answer never arrives.
+    loses: of eight requests two in a row do not arrive (a client asks twice), and two answers.
     late: a good answer, 45 ms after the question.
     """
 
@@ -175,17 +175,16 @@ class HostileProxy:
             front.sendall(b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n\r\n")
             while not self._closing.is_set():
                 front.sendall(b"x" * 65536)
+        if how == "loses" and self.requests % 8 in (1, 2):
+            return self._lose(front)
         back.sendall(_flip(request) if how == "garbles_request" else request)
         answer = _message(back)
         if not answer:
             return False
         if how == "late":
             time.sleep(0.045)
-        if how == "loses":
-            self.lost += self.requests % 2
-            if self.requests % 2:
-                front.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                return False
+        if how == "loses" and self.requests % 8 in (5, 6):
+            return self._lose(front)
         before, self._before = self._before, answer
         if how == "stale":
             front.sendall(before or answer)
@@ -200,6 +199,11 @@ class HostileProxy:
         else:
             front.sendall(answer)
         return True
+
+    def _lose(self, front: socket.socket) -> bool:
+        self.lost += 1
+        front.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return False
 
     def close(self) -> None:
         self._closing.set()
