@@ -38,8 +38,9 @@ from sentinel_hooks.errors import AttachError, StillHalted
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.ledger_file import Claim, Keeper
 from sentinel_hooks.link import Decide, EmbeddedLink, Link, make_link
+from sentinel_hooks.probes.together import part_names
 from sentinel_hooks.ranks import meeting
-from sentinel_hooks.ranks.agreement import Agreement
+from sentinel_hooks.ranks.agreement import Agreement, Layout
 from sentinel_hooks.ranks.council import Council
 from sentinel_hooks.ranks.group import Group, LostError
 from sentinel_hooks.session import PAUSE_FILE, Session, is_attached
@@ -152,7 +153,8 @@ def attach(
         raise
 
     spots: list[BlindSpot] = []
-    together = _meet(target, table, chosen)
+    signals = signals if signals is not None else Signals()
+    together = _meet(target, table, chosen, signals)
     if together.world > 1 and together.group is None:
         spots.append(BlindSpot(f"{together.world} ranks: {together.why}", _APART))
         chosen = chosen.with_mode(Mode.OBSERVE)
@@ -177,7 +179,7 @@ def attach(
     if group is None:
         beginning = begin()
     else:
-        beginning, council = _begin_together(group, begin, directory, target)
+        beginning, council = _begin_together(group, begin, directory, target, table, signals)
     session = Session(
         target,
         table,
@@ -188,7 +190,7 @@ def attach(
         record=record and (group is None or group.rank == 0),
         incarnation=beginning.incarnation,
         loss_fn=loss_fn,
-        signals=signals if signals is not None else Signals(),
+        signals=signals,
         snapshots=snapshots if snapshots is not None else Snapshots(),
         batch_id=batch_id,
         norm_fn=norm_fn,
@@ -218,7 +220,7 @@ _APART = (
 )
 
 
-def _meet(target: Target, table: LayerTable, policy: Policy) -> meeting.Met:
+def _meet(target: Target, table: LayerTable, policy: Policy, signals: Signals) -> meeting.Met:
     """All ranks of the run, or this process alone."""
     if meeting.world_size() == 1:
         return meeting.Met(0, 1)
@@ -227,6 +229,7 @@ def _meet(target: Target, table: LayerTable, policy: Policy) -> meeting.Met:
             layers=codec.digest(repr(table.rows()).encode()).hex(),
             optimizers=len(target.optimizers),
             policy=codec.policy_hash(policy).hex(),
+            signals=repr(signals),
             acts=not any(
                 type(m).__name__ == "FullyShardedDataParallel"
                 for model in target.models
@@ -312,7 +315,12 @@ def _begin(
 
 
 def _begin_together(
-    group: Group, begin: Callable[[], _Beginning], directory: Path, target: Target
+    group: Group,
+    begin: Callable[[], _Beginning],
+    directory: Path,
+    target: Target,
+    table: LayerTable,
+    signals: Signals,
 ) -> tuple[_Beginning, Council]:
     """Rank 0 begins the run and tells the others; its error is everybody's.
 
@@ -369,7 +377,7 @@ def _begin_together(
         beginning = _Beginning(
             hello.run, hello.incarnation, EmbeddedLink(policy), keeper, hello.first_save
         )
-    agreement = Agreement(group, len(LayerTable.of(target.models)))
+    agreement = Agreement(group, Layout(len(table), *part_names(signals)))
     sharded = any(hasattr(p, "device_mesh") for m in target.models for p in m.parameters())
     return beginning, Council(
         agreement, sidecar=hello.sidecar, store=meeting.store_of_this_meeting, sharded=sharded

@@ -22,18 +22,26 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sentinel.core.types import LAYER_GRAD_NORM, NO_COLUMNS, Column, Command, Observation
+from sentinel.core.types import (
+    LAYER_GRAD_NORM,
+    NO_COLUMNS,
+    NO_SCALARS,
+    Column,
+    Command,
+    Observation,
+)
 from sentinel_hooks.guard import Guard
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes.grads import Float64, GradProbe, local, tensor_norms
 from sentinel_hooks.probes.read import read
+from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.ranks.agreement import Heard
 from sentinel_hooks.ranks.council import Note
 from sentinel_hooks.scaling import left_scale, loss_scale
@@ -63,6 +71,8 @@ class Measured:
         canary_loss: the recorded batch's own loss, which is read with the rest.
         total_sq, layer_sq_L: squares of norms; with several ranks this rank's share of them.
         params_bad: some parameter is not finite; None when nobody looked.
+        parts: of the probes, see probes/probe.py.
+        scalars: of the probes, by metric name.
     """
 
     loss: float | None = None
@@ -74,6 +84,8 @@ class Measured:
     layer_sq_L: Float64 | None = None
     params_bad: bool | None = None
     batch_id: str = ""
+    parts: Mapping[str, Float64] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
 
 
 class Faint:
@@ -101,6 +113,12 @@ class Faint:
         if observer is not None:
             observer.on_clip(parameters, grads, norms)
 
+    def on_scale(self, max_norm: float, total_norm: Any) -> None:
+        """Clip tap."""
+        observer = self._observer()
+        if observer is not None:
+            observer.on_scale(max_norm, total_norm)
+
 
 class Observer:
     """Collects what the seams see and measures it at the gate."""
@@ -116,6 +134,7 @@ class Observer:
         batch_id: Callable[[], str] | None = None,
         norm_fn: Callable[[], Any] | None = None,
         world: int = 1,
+        probes: Probes | None = None,
     ) -> None:
         """Watch `target`'s gradients while `awake()`."""
         self._target = target
@@ -125,6 +144,7 @@ class Observer:
         self._batch_id = batch_id
         self._norm_fn = norm_fn
         self._world = world
+        self.probes = probes
         self._roots: list[_Root] = []
         self.probe = GradProbe(target.optimizers, table, world)
         self.fresh = 0  # bits: gradients moved since the optimizer's last gate
@@ -150,11 +170,17 @@ class Observer:
         """Loss tap: the gradients as they are now."""
         if not self._awake():
             return None
+        self._phase("forward")
         return self._guard.run("backward", self._mark)
+
+    def _phase(self, ended: str) -> None:
+        if self.probes is not None and self.probes.memory is not None:
+            self._guard.run("probe memory", self.probes.memory.phase, ended)
 
     def after_backward(self, roots: Sequence[Tensor], mark: Mark | None) -> None:
         """Loss tap: which gradients moved, and the loss that moved them."""
         if mark is not None:
+            self._phase("backward")
             self._guard.run("backward", self._collect, roots, mark)
 
     def on_clip(
@@ -163,6 +189,11 @@ class Observer:
         """Clip tap: the gradients are about to be scaled."""
         if parameters and self._awake():
             self._guard.run("clip", self._clipped, parameters, grads, norms)
+
+    def on_scale(self, max_norm: float, total_norm: Any) -> None:
+        """Clip tap: by what they are scaled."""
+        if self.probes is not None and self.probes.clip is not None and self._awake():
+            self._guard.run("clip", self.probes.clip.on_scale, max_norm, total_norm)
 
     def zeroed(self, bit: int) -> None:
         """The user dropped the gradients of one optimizer."""
@@ -242,7 +273,7 @@ class Observer:
 
     # -- measuring ---------------------------------------------------------------------------
 
-    def measure(self, members: Sequence[int], canary_loss: Tensor | None) -> Measured:
+    def measure(self, step: int, members: Sequence[int], canary_loss: Tensor | None) -> Measured:
         """Everything about this step that this rank knows, in one read.
 
         Args:
@@ -259,7 +290,11 @@ class Observer:
             scalars.append(canary_loss)
         if isinstance(lr, Tensor):
             scalars.append(lr)
-        vectors, values = read(pending.norms, scalars)
+        probes, wanted = self.probes, pending.norms
+        if probes is not None:
+            probes.before_step(step)
+            wanted = [*wanted, *probes.pending()]
+        vectors, values = read(wanted, scalars)
         if isinstance(lr, Tensor):
             lr = values.pop()
         canary_value = values.pop() if canary_loss is not None else None
@@ -273,7 +308,8 @@ class Observer:
         seen = losses and not self._begun
         self.steps_without_loss = 0 if seen else self.steps_without_loss + 1
 
-        norms = self.probe.resolve(pending, vectors)
+        count = len(pending.norms)
+        norms = self.probe.resolve(pending, vectors[:count])
         check = loss is not None and not math.isfinite(loss)
         measured = Measured(
             loss=loss,
@@ -286,6 +322,9 @@ class Observer:
             params_bad=not self._params_finite() if check else None,
             batch_id=self._named(),
         )
+        if probes is not None:
+            measured.parts = probes.parts(vectors[count:])
+            measured.scalars = probes.scalars()
         if self._norm_fn is not None:
             norm = self._guard.run("norm_fn", _number, self._norm_fn)
             measured.total_sq = None if norm is None else norm * norm / self._world
@@ -303,7 +342,8 @@ class Observer:
             shape=measured.shape,
             commands=commands,
             batch_id=measured.batch_id,
-            columns=self._columns(measured.layer_sq_L),
+            columns=self._columns(measured.layer_sq_L, measured.parts),
+            scalars=measured.scalars or NO_SCALARS,
         )
 
     def together(self, heard: Heard, note: Note, step: int) -> Observation:
@@ -321,14 +361,19 @@ class Observer:
             shape=note.shape,
             commands=note.orders,
             batch_id=note.batch,
-            columns=self._columns(heard.layer_sq_L),
+            columns=self._columns(heard.layer_sq_L, heard.parts),
         )
 
-    def _columns(self, layer_sq_L: Float64 | None) -> Mapping[str, Column]:
-        if layer_sq_L is None or not self._signals.layer_grad_norm:
-            return NO_COLUMNS
-        column_L: Column = np.sqrt(layer_sq_L).astype(np.float32)
-        return {LAYER_GRAD_NORM: column_L}
+    def _columns(
+        self, layer_sq_L: Float64 | None, parts: Mapping[str, Float64]
+    ) -> Mapping[str, Column]:
+        columns: dict[str, Column] = {}
+        if layer_sq_L is not None and self._signals.layer_grad_norm:
+            column_L: Column = np.sqrt(layer_sq_L).astype(np.float32)
+            columns[LAYER_GRAD_NORM] = column_L
+        if parts and self.probes is not None:
+            columns |= self.probes.finish(parts)
+        return columns or NO_COLUMNS
 
     def _named(self) -> str:
         named = self._batch_id

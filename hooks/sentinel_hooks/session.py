@@ -70,6 +70,8 @@ from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.ledger_file import Keeper, fingerprint
 from sentinel_hooks.link import EmbeddedLink, Link
 from sentinel_hooks.observe import Faint, Measured, Observer
+from sentinel_hooks.probes.grads import share
+from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.ranks.council import Council, Note
 from sentinel_hooks.saving import Saving
 from sentinel_hooks.scaling import kernel_will_drop, scaler_dropped
@@ -185,6 +187,16 @@ class Session:
         )
         self._state: State = self._keeper.state()
         self._guard = Guard(run_id, on_error=link.count_error, on_broken=self._broken)
+        world = council.world if council is not None else 1
+        self._probes = Probes.of(
+            signals,
+            target,
+            table,
+            threshold=self.policy.attention_logit.threshold,
+            clock=clock,
+            guard=self._guard,
+            share=(lambda p: share(p, world)) if world > 1 else None,
+        )
         self._observer = Observer(
             target,
             table,
@@ -193,7 +205,8 @@ class Session:
             signals=signals,
             batch_id=batch_id,
             norm_fn=norm_fn,
-            world=council.world if council is not None else 1,
+            world=world,
+            probes=self._probes,
         )
         self._running = RunningStats(target.models)
         self._running_of = -1  # the step before which they were kept
@@ -261,6 +274,7 @@ class Session:
             else None
         )
         self._forward_tap = ForwardTap(target.models, self)
+        self._probes.attach()
         self._faint = Faint(self._observer)
         LOSS_TAP.subscribe(self._faint)
         CLIP_TAP.subscribe(self._faint)
@@ -419,6 +433,7 @@ class Session:
         CLIP_TAP.unsubscribe(self._faint)
         if self._canary is not None:
             self._guard.run("detach", self._canary.remove)
+        self._guard.run("detach", self._probes.detach)
         for optimizer in self._target.optimizers:
             _attached.discard(optimizer)
         self._guard.run("snapshot", self._saving.close)
@@ -446,6 +461,8 @@ class Session:
         if self._forwards % LOOK_EVERY == 0:
             self._guard.run("status", self._tell_blind_spots)
         self._reach_safe_point()
+        if self._probes.pace is not None:
+            self._guard.run("probe pace", self._probes.pace.on_forward, args, kwargs)
         self._observer.rows = _rows(args, kwargs)
         if self._canary is not None:
             self._guard.run("canary", self._record, module, args, kwargs, False)
@@ -624,7 +641,9 @@ class Session:
             self._masked_run("snapshot", saving.take_first)
         members = self._taking_part(me)
         pending = self._canary.pending_loss if self._canary is not None else None
-        measured = self._guard.run("measure", self._observer.measure, members, pending)
+        measured = self._guard.run(
+            "measure", self._observer.measure, self._state.step, members, pending
+        )
         return members, measured, self._link.take_commands()
 
     def _agree(
@@ -668,6 +687,9 @@ class Session:
             self._keeper.paused_by_file = note.paused
             self.note(AutomationSet(self._state.step, note.paused, f"file {PAUSE_FILE}"))
         observation = self._surely(self._observer.together, heard, note, self._state.step)
+        if council.rank == 0 and measured is not None and measured.scalars:
+            # Only for the record: nothing is decided on them.
+            observation = dataclasses.replace(observation, scalars=measured.scalars)
         return observation, heard.ready == heard.ranks
 
     def _ask(self, observation: Observation, own: Decision) -> tuple[Decision, Source] | None:
@@ -824,6 +846,7 @@ class Session:
         open_, self._open = self._open, None
         if open_ is None:
             return
+        self._probes.after_step(open_.applied)
         observation, decision = open_.observation, open_.decision
         outcome = Outcome(observation.step, open_.executed, open_.applied, open_.source)
         before = self._state.ledger
@@ -986,7 +1009,7 @@ class Session:
 
     def _broken(self, where: str) -> None:
         """Guard: it failed again and again at one place."""
-        if self._off or where in TOLERATED:
+        if self._off or where in TOLERATED or where.startswith("probe "):
             return
         if self._council is not None:
             self._council.want_off(self._guard.last)
@@ -1093,6 +1116,7 @@ class Session:
     def _blind_spots(self) -> list[BlindSpot]:
         return [
             *self._given_spots,
+            *telling.of_the_probes(self._probes),
             *telling.of_the_loop(
                 forsaken=self._forwards if self._forsaken() else 0,
                 loss_unseen=bool(self._observer.steps_without_loss),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sentinel.core.state import Ledger
 from sentinel.core.types import Decision, Mode, Protection
 from sentinel_hooks.ledger_file import Keeper
+from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.saving import Saving
 from sentinel_hooks.snapshots import Snapshots
 from sentinel_hooks.status import BlindSpot
@@ -77,6 +78,11 @@ def of_the_loop(
             )
         )
     return spots
+
+
+def of_the_probes(probes: Probes) -> list[BlindSpot]:
+    """Signals that are not seen."""
+    return [BlindSpot(spot.what, spot.way_out) for spot in probes.blind_spots()]
 
 
 def of_saving(saving: Saving, config: Snapshots, keeper: Keeper) -> list[BlindSpot]:

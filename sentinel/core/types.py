@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 Column = npt.NDArray[np.float32]
 NO_COLUMNS: Mapping[str, Column] = MappingProxyType({})
+NO_SCALARS: Mapping[str, float] = MappingProxyType({})
 
 # Names of the per-layer columns (the keys of Observation.columns).
 LAYER_GRAD_NORM = "layer_grad_norm"
@@ -155,6 +156,8 @@ class Observation:
         blind: measuring failed on some rank: nothing here may be trusted.
         batch_id: the user's name for this batch, for the incident report.
         columns: per-layer data, see the module docstring.
+        scalars: further numbers by name, as in the metric catalogue; "name/label" where a metric
+            has a label (memory_bytes/weights). No decision depends on them.
     """
 
     step: int
@@ -169,6 +172,7 @@ class Observation:
     blind: bool = False
     batch_id: str = ""
     columns: Mapping[str, Column] = field(default_factory=lambda: NO_COLUMNS, compare=False)
+    scalars: Mapping[str, float] = field(default_factory=lambda: NO_SCALARS, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from sentinel.core.policy import Policy
 from sentinel.core.state import State, Stats
 from sentinel.core.types import (
     NO_COLUMNS,
+    NO_SCALARS,
     Action,
     CanaryAnswer,
     Column,
@@ -76,6 +77,7 @@ class WireObservation(msgspec.Struct, omit_defaults=True, frozen=True):
     blind: bool = False
     batch_id: str = ""
     columns: dict[str, bytes] = {}
+    scalars: dict[str, float] = {}
 
 
 class WireDecision(msgspec.Struct, frozen=True):
@@ -295,6 +297,7 @@ def wire_observation(observation: Observation) -> WireObservation:
         observation.blind,
         observation.batch_id,
         {name: column_bytes(columns[name]) for name in sorted(columns)} if columns else {},
+        dict(sorted(observation.scalars.items())) if observation.scalars else {},
     )
 
 
@@ -316,6 +319,7 @@ def core_observation(wire: WireObservation) -> Observation:
         {name: bytes_column(data, name) for name, data in columns.items()}
         if columns
         else NO_COLUMNS,
+        wire.scalars or NO_SCALARS,
     )
 
 
@@ -436,6 +440,11 @@ def observation_from_json(data: bytes) -> Observation:
         seen = msgspec.json.decode(data, type=_JsonObservation)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"observation cannot be read: {error}") from error
+    columns: dict[str, Column] = {}
+    for name, values in seen.columns.items():
+        numbers = [_number(v, f"columns.{name}") for v in values]
+        with np.errstate(over="ignore"):  # what no float32 can hold is inf
+            columns[name] = np.asarray(numbers, dtype=np.float64).astype(np.float32)
     return Observation(
         seen.step,
         loss=_number(seen.loss, "loss"),
@@ -446,11 +455,7 @@ def observation_from_json(data: bytes) -> Observation:
         shape=seen.shape,
         blind=seen.blind,
         batch_id=seen.batch_id,
-        columns={
-            name: np.asarray([_number(v, f"columns.{name}") for v in values], dtype=np.float32)
-            for name, values in seen.columns.items()
-        }
-        or NO_COLUMNS,
+        columns=columns or NO_COLUMNS,
     )
 
 

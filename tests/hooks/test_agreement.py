@@ -9,22 +9,40 @@ import msgspec
 import numpy as np
 import pytest
 
-from sentinel.core.types import Command, CommandKind
-from sentinel_hooks.ranks.agreement import MODULUS, NOTE_BYTES, Heard, Kind, Says, pack, unpack
+from sentinel.core.types import NOT_MEASURED, Command, CommandKind
+from sentinel_hooks.ranks.agreement import (
+    MODULUS,
+    NOTE_BYTES,
+    SPEAKERS,
+    Heard,
+    Kind,
+    Layout,
+    Says,
+    pack,
+    unpack,
+)
 from sentinel_hooks.ranks.council import Note
 from sentinel_hooks.ranks.parted import Done, difference
 
 pytestmark = pytest.mark.torch
 
 
-def said(*ranks: Says, seq: int | list[int] = 7, layers: int = 0) -> Heard:
+def said(
+    *ranks: Says,
+    seq: int | list[int] = 7,
+    layers: int = 0,
+    sums: tuple[str, ...] = (),
+    maxima: tuple[str, ...] = (),
+) -> Heard:
     """What all hear when each rank says one of these."""
     seqs = seq if isinstance(seq, list) else [seq] * len(ranks)
+    layout, world = Layout(layers, sums, maxima), len(ranks)
     total = sum(
-        pack(says, n, rank, layers) for rank, (says, n) in enumerate(zip(ranks, seqs, strict=True))
+        pack(says, n, rank, world, layout)
+        for rank, (says, n) in enumerate(zip(ranks, seqs, strict=True))
     )
     assert isinstance(total, np.ndarray)
-    return unpack(total, len(ranks))
+    return unpack(total, world, layout)
 
 
 def step(**values: Any) -> Says:
@@ -117,3 +135,41 @@ def test_logs_are_compared_by_the_steps_that_ranks_share() -> None:
         [one, [done(5, True)]]
     )
     assert "learning rate x0.5" in difference([one, [done(6, True, 0.5)]])
+
+
+def test_parts_are_added_or_the_largest_counts_and_what_nobody_measured_says_so() -> None:
+    def rank(squares: float, top: list[float] | None) -> Says:
+        parts = {"squares": np.array([squares, 0.0])}
+        if top is not None:
+            parts["top"] = np.array(top)
+        return step(parts=parts)
+
+    heard = said(
+        rank(1.0, [-3.0, NOT_MEASURED]),
+        rank(2.0, [-4.0, NOT_MEASURED]),
+        rank(4.0, None),  # a rank whose probe has failed
+        layers=2,
+        sums=("squares",),
+        maxima=("top",),
+    )
+    assert heard.parts["squares"].tolist() == [7.0, 0.0]
+    assert heard.parts["top"].tolist() == [-3.0, NOT_MEASURED]
+    bad = said(
+        rank(1.0, [2.0, math.nan]),
+        rank(1.0, [9.0, 1.0]),
+        layers=2,
+        sums=("squares",),
+        maxima=("top",),
+    )
+    assert bad.parts["top"][0] == 9.0
+    assert math.isnan(bad.parts["top"][1])
+
+
+def test_of_many_ranks_each_says_its_maxima_in_turn_and_none_is_left_out() -> None:
+    world = 3 * SPEAKERS + 1
+    seen = set()
+    for seq in range(100, 100 + 4):
+        ranks = [step(parts={"top": np.array([float(r)])}) for r in range(world)]
+        heard = said(*ranks, seq=seq, layers=1, maxima=("top",))
+        seen.add(heard.parts["top"][0])
+    assert seen == {3.0, 7.0, 11.0, 12.0}  # the largest of each turn

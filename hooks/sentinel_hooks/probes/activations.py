@@ -23,6 +23,7 @@ Threads: one training thread.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ from sentinel.core.types import (
 )
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes import capture
+from sentinel_hooks.probes.places import by_itself, is_exporting
 from sentinel_hooks.probes.probe import Combine, Float64, Parts, Quiet, Unseen, column
 from sentinel_hooks.seams.safe_point import INERT
 
@@ -87,7 +89,8 @@ class Block:
         self.trouble = ""
 
 
-_BY_ADDRESS: dict[int, tuple[ActivationProbe, Block]] = {}
+# Weak: what is process-wide must not keep a run alive.
+_BY_ADDRESS: dict[int, tuple[weakref.ref[ActivationProbe], Block]] = {}
 
 
 class _Out:
@@ -105,6 +108,8 @@ class _Out:
         x = output if isinstance(output, Tensor) else _first(output)
         if x is None:
             return
+        if is_exporting():
+            return
         if torch.compiler.is_compiling():
             torch.ops.torch_sentinel.activated(self.token, self.slot, x.detach())
         else:
@@ -117,10 +122,14 @@ class _Out:
         return INERT.__reduce__()  # type: ignore[return-value]
 
 
+by_itself(_Out)
+
+
 def _run_activated(token: Tensor, slot: Tensor, x: Tensor) -> None:
     found = _BY_ADDRESS.get(slot.data_ptr())
-    if found is not None:
-        found[0].take(found[1], x)
+    probe = found[0]() if found is not None else None
+    if found is not None and probe is not None:
+        probe.take(found[1], x)
 
 
 capture.operator("activated", "Tensor slot, Tensor x", _run_activated)
@@ -152,7 +161,7 @@ class ActivationProbe(Quiet):
         if self._handles:
             return
         for module, block in zip(self._modules, self._blocks, strict=True):
-            _BY_ADDRESS[block.slot.data_ptr()] = (self, block)
+            _BY_ADDRESS[block.slot.data_ptr()] = (weakref.ref(self), block)
             token = capture.token(block.slot.device)
             self._handles.append(module.register_forward_hook(_Out(self, block, token)))
 

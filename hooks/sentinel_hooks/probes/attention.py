@@ -245,7 +245,10 @@ class AttentionProbe(Quiet):
         inside = [
             (module, place)
             for module, place in self._places
-            if place.attention and not place.measurements
+            if place.attention
+            and not place.measurements
+            # One without children is a projection, or a part of the attention around it.
+            and (isinstance(module, nn.MultiheadAttention) or next(module.children(), None))
         ]
         seen = {id(m) for m, p in self._places if p.measurements}
         blind: dict[tuple[str, str], list[str]] = {}

@@ -33,6 +33,7 @@ import functools
 import inspect
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -42,7 +43,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sentinel_hooks.probes import exact
-from sentinel_hooks.probes.places import ALL, FEW, WHERE, Place
+from sentinel_hooks.probes.places import ALL, FEW, WHERE, Place, is_exporting
 from sentinel_hooks.seams.patch import Patch
 
 RAW_NUMEL = 2048  # smaller log-sum-exps are kept as they are, and reduced together at the gate
@@ -277,7 +278,7 @@ def scaled_dot_product_attention(
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if torch.compiler.is_compiling():
         order = _TOKENS.get(query.device.type)
-        exporting = torch.compiler.is_exporting()
+        exporting = is_exporting()
         if order is None or not torch.is_grad_enabled() or exporting or query.dim() != 4:
             return _stock(*call)
         out, lse, best = _traced(*call)
@@ -457,16 +458,19 @@ def softmax(
 ) -> Tensor:
     """F.softmax, watched inside attention modules."""
     _look_at_scores(input, dim)
+    if dim is not None and torch.compiler.is_compiling():
+        return input.softmax(dim, dtype=dtype)  # a graph calls by name, which would be ours again
     return _softmax(input, dim, _stacklevel + 1, dtype)
 
 
 @functools.wraps(_torch_softmax)
 def torch_softmax(*args: Any, **kwargs: Any) -> Tensor:
     """torch.softmax, watched inside attention modules."""
-    if args and len(args) > 1:
-        _look_at_scores(args[0], args[1])
-    elif args and "dim" in kwargs:
-        _look_at_scores(args[0], kwargs["dim"])
+    if args and (len(args) > 1 or "dim" in kwargs):
+        _look_at_scores(args[0], args[1] if len(args) > 1 else kwargs["dim"])
+        if torch.compiler.is_compiling() and "out" not in kwargs:
+            compiled: Tensor = args[0].softmax(*args[1:], **kwargs)
+            return compiled
     return _torch_softmax(*args, **kwargs)
 
 
@@ -474,7 +478,7 @@ def _look_at_scores(scores: Any, dim: Any) -> None:
     if torch.compiler.is_compiling():
         if (
             torch.is_grad_enabled()
-            and not torch.compiler.is_exporting()
+            and not is_exporting()
             and isinstance(scores, Tensor)
             and scores.dim() == 4
             and dim in (-1, 3)
@@ -599,7 +603,8 @@ class Capture:
     """The process-wide replacements, there while a probe listens."""
 
     def __init__(self) -> None:
-        self._probes: list[object] = []
+        # Weak: what is process-wide must not keep a run alive. A session that is dropped detaches.
+        self._probes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._patches: list[Patch] = []
 
     @property
@@ -609,12 +614,12 @@ class Capture:
 
     def subscribe(self, probe: object, modules: Iterable[nn.Module]) -> None:
         """Watch; also the names that the classes of `modules` are written with."""
-        self._probes.append(probe)
+        self._probes.add(probe)
         self._install(modules)
 
     def unsubscribe(self, probe: object) -> None:
         """Stop; with the last probe the replacements go."""
-        self._probes = [p for p in self._probes if p is not probe]
+        self._probes.discard(probe)
         if not self._probes:
             self._patches = [p for p in reversed(self._patches) if not p.remove()][::-1]
             WHERE.place = None

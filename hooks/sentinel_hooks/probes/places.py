@@ -28,6 +28,7 @@ from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.seams.safe_point import INERT
 
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_BESIDE = re.compile(r"norm|drop|mask|bias|embed|rotary|output", re.IGNORECASE)
 _QUERY = re.compile(
     r"^(q|qkv|wq|wqkv|query|q_proj|q_a_proj|q_lin|q_linear|qkv_proj|in_proj|c_attn|attn_qkv|"
     r"query_key_value|to_q|to_qkv|w_q|in_proj_qkv)$",
@@ -124,6 +125,10 @@ class Where:
 WHERE = Where()
 
 
+# torch.export: nothing of ours belongs into what is exported. Known since torch 2.7.
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
+
+
 class _Hook:
     """A hook that does not travel: in a copy or a pickle of its module it is inert."""
 
@@ -139,10 +144,34 @@ class _Hook:
         return functools.partial, (INERT.func, *INERT.args)
 
 
+def by_itself(hook: type) -> None:
+    """Never compile `hook.__call__` as a function of its own, only inside of what is compiled.
+
+    The hooks of a module that is compiled itself run outside of its code. torch.compile would make
+    a graph of each, which costs more than they do.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import (
+            _FrameAction as Action,
+        )
+        from torch._C._dynamo.eval_frame import (
+            _FrameExecStrategy as Strategy,
+        )
+        from torch._C._dynamo.eval_frame import (
+            set_code_exec_strategy,
+        )
+    except ImportError:  # an older torch: one small graph more for each
+        return
+    code = hook.__call__.__code__
+    set_code_exec_strategy(code, Strategy(Action.SKIP, Action.SKIP))
+
+
 class Enter(_Hook):
     """Forward pre-hook."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if is_exporting():
+            return
         if torch.compiler.is_compiling():
             torch.ops.torch_sentinel.enter(self.token, self.slot)
         else:
@@ -153,10 +182,16 @@ class Leave(_Hook):
     """Forward hook."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if is_exporting():
+            return
         if torch.compiler.is_compiling():
             torch.ops.torch_sentinel.leave(self.token, self.slot)
         else:
             WHERE.leave(self.place)
+
+
+by_itself(Enter)
+by_itself(Leave)
 
 
 def find(
@@ -182,9 +217,9 @@ def find(
                 row = rows.get(around, -1)
             rows[name] = row
             heads = getattr(module, "num_heads", 0)
-            attention = bool(
-                _ATTENTION.search(name.rpartition(".")[2])
-                or _ATTENTION.search(type(module).__name__)
+            attention = any(
+                _ATTENTION.search(word) and not _BESIDE.search(word)
+                for word in (name.rpartition(".")[2], type(module).__name__)
             )
             found.append((module, name, row, attention, heads if isinstance(heads, int) else 0))
     return [

@@ -26,13 +26,31 @@ from sentinel_hooks.probes.attention import AttentionProbe
 from sentinel_hooks.probes.clipping import ClipProbe
 from sentinel_hooks.probes.memory import MemoryProbe
 from sentinel_hooks.probes.pace import PaceProbe
-from sentinel_hooks.probes.probe import Combine, Float64, Parts, Probe, Unseen
+from sentinel_hooks.probes.probe import Combine, Float64, Parts, Probe, Quiet, Unseen
 from sentinel_hooks.probes.updates import UpdateProbe
 from sentinel_hooks.signals import Signals
 from sentinel_hooks.target import Target
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+_KINDS: dict[str, type[Quiet]] = {
+    "attention": AttentionProbe,
+    "activations": ActivationProbe,
+    "update_ratio": UpdateProbe,
+    "clip_pressure": ClipProbe,
+    "memory": MemoryProbe,
+    "pace": PaceProbe,
+}
+
+
+def part_names(signals: Signals) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Parts that add up over ranks, and parts of which the largest counts, by name."""
+    chosen = [kind.combine for name, kind in _KINDS.items() if getattr(signals, name)]
+    named = {name: combine for each in chosen for name, combine in each.items()}
+    sums = tuple(sorted(n for n, c in named.items() if c is Combine.SUM))
+    return sums, tuple(sorted(n for n, c in named.items() if c is Combine.MAX))
 
 
 class Probes:

@@ -9,18 +9,24 @@ Whole numbers are carried modulo 4096 with their squares: equal everywhere exact
 n * sum(x^2) == sum(x)^2. Bytes of rank 0 (its note) travel as whole numbers of 48 bits, to which
 the others add nothing.
 
-Shapes:  vector float64 [HEADER + NOTE + L]; squares of norms add up, norms do not.
+Per-layer parts that add up are added; a maximum cannot be had from a sum, so SPEAKERS ranks a step
+have a place each for theirs, in turn: with up to SPEAKERS ranks that is all of them at every step.
+
+Shapes:  vector float64 [HEADER + NOTE + (1 + sums) L + speakers (1 + maxima L)];
+         squares of norms add up, norms do not.
 Errors:  say() raises LostError; nothing else.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from sentinel.core.types import NOT_MEASURED
 from sentinel_hooks.ranks.group import Group
 
 Float64 = npt.NDArray[np.float64]
@@ -29,6 +35,7 @@ MODULUS = 4096
 NOTE_BYTES = 960  # of rank 0: orders, rate, batch id
 _BYTES_EACH = 6
 NOTE = NOTE_BYTES // _BYTES_EACH
+SPEAKERS = 4
 DIGESTS = 4
 
 _EQUAL = ("kind", "seq", "attempt", "action", *(f"print{i}" for i in range(DIGESTS)))
@@ -69,6 +76,45 @@ class Kind(enum.IntEnum):
     COMPARE = 5  # the parameters, after ranks acted differently
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a vector has room for; equal on all ranks.
+
+    Attributes:
+        layers: L.
+        sums, maxima: names of per-layer parts, by how they combine.
+    """
+
+    layers: int = 0
+    sums: tuple[str, ...] = ()
+    maxima: tuple[str, ...] = ()
+
+    @property
+    def added(self) -> int:
+        """Entries of what is added up per layer."""
+        return (1 + len(self.sums)) * self.layers
+
+    def size(self, world: int) -> int:
+        """Entries of a vector."""
+        return HEADER + NOTE + self.added + speakers(world) * self.place
+
+    @property
+    def place(self) -> int:
+        """Entries of one speaker: a mark that it is used, and the maxima."""
+        return 1 + len(self.maxima) * self.layers if self.maxima else 0
+
+
+def speakers(world: int) -> int:
+    """Places for maxima."""
+    return min(world, SPEAKERS)
+
+
+def speaks(rank: int, seq: int, world: int) -> bool:
+    """This rank has a place at this step."""
+    turns = -(-world // speakers(world))
+    return rank // speakers(world) == seq % turns
+
+
 @dataclass(slots=True)
 class Says:
     """One rank's part; None and False are "nothing".
@@ -86,6 +132,7 @@ class Says:
         values: two numbers to be averaged.
         digest: of this rank's parameters.
         note: rank 0's bytes, at most NOTE_BYTES.
+        parts: of the layout's names, float64 [L]; those that were not measured are left out.
     """
 
     kind: Kind
@@ -105,6 +152,7 @@ class Says:
     values: tuple[float, float] = (0.0, 0.0)
     digest: bytes = b""
     note: bytes = b""
+    parts: Mapping[str, Float64] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -140,6 +188,7 @@ class Heard:
     values: tuple[float, float]
     same_digest: bool
     note: bytes = b""
+    parts: dict[str, Float64] = field(default_factory=dict)
 
     def who_failed(self) -> str:
         """For a reason that must read the same on every rank."""
@@ -153,7 +202,7 @@ class Agreement:
     """The conversation of one session's ranks."""
 
     group: Group
-    layers: int
+    layout: Layout
     seq: int = 0
     counts: dict[Kind, int] = field(default_factory=dict)
 
@@ -173,13 +222,15 @@ class Agreement:
         """
         self.seq += 1
         self.counts[says.kind] = self.counts.get(says.kind, 0) + 1
-        vector = pack(says, self.seq, self.group.rank, self.layers)
-        return unpack(self.group.reduce(vector), self.group.world)
+        world = self.group.world
+        vector = pack(says, self.seq, self.group.rank, world, self.layout)
+        return unpack(self.group.reduce(vector), world, self.layout)
 
 
-def pack(says: Says, seq: int, rank: int, layers: int) -> Float64:
+def pack(says: Says, seq: int, rank: int, world: int, layout: Layout) -> Float64:
     """One rank's vector."""
-    vector = np.zeros(HEADER + NOTE + layers)
+    vector = np.zeros(layout.size(world))
+    layers = layout.layers
     digest = says.digest[: DIGESTS * 2].ljust(DIGESTS * 2, b"\0")
     equal = {
         "kind": int(says.kind),
@@ -203,7 +254,20 @@ def pack(says: Says, seq: int, rank: int, layers: int) -> Float64:
     if says.total_sq is not None and says.layer_sq_L is not None:
         vector[_AT["norm_sq"]] = says.total_sq
         vector[_AT["norms"]] = 1.0
-        vector[HEADER + NOTE :] = says.layer_sq_L
+        vector[HEADER + NOTE : HEADER + NOTE + layers] = says.layer_sq_L
+    if says.parts:
+        at = HEADER + NOTE + layers
+        for i, name in enumerate(layout.sums):
+            if name in says.parts:
+                vector[at + i * layers : at + (i + 1) * layers] = says.parts[name]
+    if layout.maxima and says.kind is Kind.STEP and speaks(rank, seq, world):
+        at = HEADER + NOTE + layout.added + rank % speakers(world) * layout.place
+        vector[at] = 1.0
+        vector[at + 1 : at + layout.place] = NOT_MEASURED
+        for i, name in enumerate(layout.maxima):
+            if name in says.parts:
+                start = at + 1 + i * layers
+                vector[start : start + layers] = says.parts[name]
     vector[_AT["params_bad"]] = says.params_bad
     for yes, no, said in (
         ("taken", "untaken", says.taken),
@@ -227,7 +291,7 @@ def pack(says: Says, seq: int, rank: int, layers: int) -> Float64:
     return vector
 
 
-def unpack(total: Float64, world: int) -> Heard:
+def unpack(total: Float64, world: int, layout: Layout) -> Heard:
     """What the sum of all ranks' vectors says."""
 
     def count(name: str) -> int:
@@ -244,6 +308,18 @@ def unpack(total: Float64, world: int) -> Heard:
     if in_step and size:
         wide = total[HEADER : HEADER + NOTE].astype("<u8").view(np.uint8).reshape(NOTE, 8)
         note = wide[:, :_BYTES_EACH].tobytes()[:size]
+    layers = layout.layers
+    parts: dict[str, Float64] = {}
+    if in_step:
+        at = HEADER + NOTE + layers
+        for i, name in enumerate(layout.sums):
+            parts[name] = total[at + i * layers : at + (i + 1) * layers]
+        if layout.maxima:
+            places = total[HEADER + NOTE + layout.added :].reshape(speakers(world), layout.place)
+            used = places[places[:, 0] == 1.0, 1:].reshape(-1, len(layout.maxima), layers)
+            if len(used):
+                best = used.max(axis=0)  # nan wins
+                parts |= {name: best[i] for i, name in enumerate(layout.maxima)}
     return Heard(
         ranks=world,
         in_step=in_step,
@@ -253,7 +329,7 @@ def unpack(total: Float64, world: int) -> Heard:
         applied=count("applied"),
         loss=float(total[_AT["loss"]] / losses) if losses else None,
         total_sq=float(total[_AT["norm_sq"]]) if norms else None,
-        layer_sq_L=total[HEADER + NOTE :] if norms else None,
+        layer_sq_L=total[HEADER + NOTE : HEADER + NOTE + layers] if norms else None,
         params_bad=count("params_bad"),
         taken=count("taken"),
         untaken=count("untaken"),
@@ -266,4 +342,5 @@ def unpack(total: Float64, world: int) -> Heard:
         values=(float(total[_AT["first"]]) / world, float(total[_AT["second"]]) / world),
         same_digest=all(same(f"print{i}") for i in range(DIGESTS)),
         note=note,
+        parts=parts,
     )

@@ -138,6 +138,7 @@ class Council:
             says.loss = measured.loss
             says.total_sq, says.layer_sq_L = measured.total_sq, measured.layer_sq_L
             says.params_bad = bool(measured.params_bad)
+            says.parts = measured.parts
         says.off = bool(self._wanted_off)
         says.taken, says.written, says.ready = facts.taken, facts.written, facts.ready
         if self._log:

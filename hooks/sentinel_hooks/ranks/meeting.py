@@ -49,12 +49,14 @@ class Paper(msgspec.Struct, frozen=True, kw_only=True):
         layers: digest of the layer table.
         optimizers: how many step together.
         policy: digest of the policy asked for.
+        signals: what is measured beside the gradients.
         acts: its norms can be added up over ranks.
     """
 
     layers: str
     optimizers: int
     policy: str
+    signals: str = ""
     acts: bool = True
 
 
@@ -208,7 +210,7 @@ def _difference(papers: list[Paper]) -> str:
             "norms cannot be added up: parameters are sharded without DTensor ("
             "FullyShardedDataParallel; use fully_shard)"
         )
-    for name in ("layers", "optimizers", "policy"):
+    for name in ("layers", "optimizers", "policy", "signals"):
         odd = [r for r, p in enumerate(papers) if getattr(p, name) != getattr(first, name)]
         if odd:
             return f"ranks {_listed(odd)} have other {name} than rank 0"

@@ -48,6 +48,10 @@ class ClipListener(Protocol):
         """Called before `grads` (of `parameters`) are scaled; norms None: measure them now."""
         ...
 
+    def on_scale(self, max_norm: float, total_norm: Any) -> None:
+        """They are about to be scaled by min(1, max_norm / total_norm)."""
+        ...
+
 
 class ClipTap:
     """The process-wide wrapper of torch's clipping, there while somebody listens."""
@@ -110,6 +114,7 @@ class ClipTap:
                     norms = measured[1]
                 for listener in self._listeners:
                     listener.on_clip(owners, grads, norms)
+                    listener.on_scale(max_norm, total_norm)
                 if norms is not None and foreach is not False:
                     return _fast_clip(grads, max_norm, total_norm)
             return clip(parameters, max_norm, total_norm, foreach)
