@@ -288,7 +288,9 @@ def flagged(table: LayerTable, column: Any) -> list[str]:
     return [table.layers[i].name for i in attention_logit.judge(column, CONFIG)]
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full if "inductor" in n else ()) for n in WAYS]
+)
 def test_exactly_the_layer_above_50_is_flagged_and_nothing_else_changes(name: str) -> None:
     how = WAYS[name]
     seed = sum(map(ord, name))
