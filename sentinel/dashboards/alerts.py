@@ -90,6 +90,14 @@ _REPORT = spec("last_report_timestamp_seconds").full_name
 _RUNNING = f'max by (run) ({_STATE}{{state="running"}}) == 1'
 _INSTANCE = "max by (run, instance)"
 
+# Half an hour, or 50 of the run's own steps when those are long; its usual interval is absent until
+# two steps have come. Not before the first step: compiling takes what it takes.
+_STALLED = f"""time() - max by (run) ({_REPORT})
+  > clamp_min(50 * max by (run) ({spec("report_interval_seconds").full_name})
+    or 0 * max by (run) ({_REPORT}), 1800)
+and on (run) {_RUNNING}
+and on (run) max by (run) ({spec("step").full_name}) >= 0"""
+
 _UNGUARDED = f"""max by (run, state) ({spec("protection").full_name}{{state=~"off|blind"}}) == 1
 and on (run) {_RUNNING}
 and on (run) max by (run) ({spec("step").full_name}) >= 0
@@ -149,6 +157,16 @@ ALERTS: tuple[Alert, ...] = (
         metrics=("run_state",),
     ),
     Alert(
+        name="SentinelStalled",
+        expr=_STALLED,
+        hold="0s",
+        severity="warning",
+        summary="Run {{ .Labels.run }} makes no step any more",
+        description="Its process lives and gives signs of life, but no optimizer step has come for "
+        "half an hour and for 50 of its usual intervals: it hangs, or evaluates for very long.",
+        metrics=("last_report_timestamp_seconds", "report_interval_seconds", "run_state", "step"),
+    ),
+    Alert(
         name="SentinelUnprotected",
         expr=_UNGUARDED,
         hold="2m",
@@ -167,6 +185,16 @@ ALERTS: tuple[Alert, ...] = (
         description="It was running when it was last seen, and no sidecar exports it now: the "
         "sidecar is down or cannot be scraped, or its pod is gone together with the trainer.",
         metrics=("run_state", "last_report_timestamp_seconds"),
+    ),
+    Alert(
+        name="SentinelRecordTrouble",
+        expr=f"max by (instance) ({spec('sidecar_store_trouble').full_name}) == 1",
+        hold="5m",
+        severity="warning",
+        summary="The sidecar at {{ .Labels.instance }} cannot keep its record",
+        description="A disk or the database fails. Runs are guarded as before; their trainers keep "
+        "what could not be written, up to their buffer.",
+        metrics=("sidecar_store_trouble",),
     ),
     Alert(
         name="SentinelQkNorm",

@@ -195,7 +195,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 queries=(
                     Query(f"time() - {_one('last_report_timestamp_seconds')}", "seconds ago"),
                 ),
-                runbook="sentineltrainerlost",
+                runbook="sentinelstalled",
                 unit="s",
                 width=4,
                 height=4,
@@ -526,7 +526,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     Query(_its_sidecar("sidecar_database_errors_total"), "database errors"),
                     Query(_its_sidecar("sidecar_lost_records_total"), "reports that no disk took"),
                 ),
-                runbook=_SIDECAR,
+                runbook="sentinelrecordtrouble",
                 steps=True,
             ),
         ),

@@ -83,6 +83,18 @@ BREAKS = [
         "> 0 * max by (run) (last_over_time(sentinel_last_",
     ),
     ("a moment is enough", "for: 2m", "for: 0s"),
+    ("a slow run hangs", "50 * max", "0 * max"),
+    (
+        "a hang at the first step is missed",
+        re.compile(r"\n +or 0 \* max by \(run\) \(sentinel_last_report_timestamp_seconds\)"),
+        "",
+    ),
+    (
+        "a run that is over hangs",
+        re.compile(r"1800\)\n +and on \(run\) max by \(run\) \(sentinel_run_state.*"),
+        "1800)",
+    ),
+    ("a disk's hiccup is told", "for: 5m", "for: 1m"),
     ("a NaN is looked for in a gauge", "sentinel_nonfinite_steps_total", "sentinel_loss"),
     (
         "a run that went on elsewhere is lost",
