@@ -1,0 +1,212 @@
+"""The activation probe against sums in float64, one block at a time."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sentinel.core.types import (
+    LAYER_ACTIVATION_ABSMAX,
+    LAYER_ACTIVATION_RMS,
+    LAYER_ACTIVATION_SPREAD,
+)
+from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.probes.activations import MOST, ActivationProbe
+from sentinel_hooks.probes.probe import merge, resolve
+from sentinel_hooks.probes.read import read
+
+pytestmark = pytest.mark.torch
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+        self.last: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        out = x + self.b(torch.tanh(self.a(x)))
+        self.last.append(out.detach().double())
+        return out, None  # as many do
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x.float().square().mean()
+
+
+@pytest.fixture
+def attached() -> Iterator[Any]:
+    made: list[ActivationProbe] = []
+
+    def attach(model: nn.Module, every: int = 1) -> tuple[ActivationProbe, LayerTable]:
+        table = LayerTable.of([model])
+        probe = ActivationProbe([model], table, every)
+        probe.attach()
+        made.append(probe)
+        return probe, table
+
+    yield attach
+    for probe in made:
+        probe.detach()
+
+
+def measured(probe: ActivationProbe, step: int = 0) -> dict[str, Any]:
+    probe.before_step(step)
+    return resolve(probe, read(probe.pending(), [])[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("batches", [1, 3, 4, 11])
+def test_rms_and_largest_are_those_of_all_micro_batches(
+    dtype: torch.dtype, batches: int, attached: Any
+) -> None:
+    torch.manual_seed(0)
+    model = Model().to(dtype)
+    probe, table = attached(model)
+    for _ in range(2):
+        for block in model.layers:
+            block.last = []
+        for b in range(batches):
+            model(torch.randn(2 + b % 2, 5, 8, dtype=dtype) * (1 + b)).backward()
+        columns = measured(probe)
+        for i, block in enumerate(model.layers):
+            row = [x.name for x in table.layers].index(f"layers.{i}.b")
+            everything = torch.cat([t.flatten() for t in block.last])
+            assert columns[LAYER_ACTIVATION_RMS][row] == pytest.approx(
+                float(everything.square().mean().sqrt()), rel=1e-5
+            )
+            assert columns[LAYER_ACTIVATION_ABSMAX][row] == float(everything.abs().max().float())
+        assert np.isneginf(columns[LAYER_ACTIVATION_RMS]).sum() == 3  # the other rows
+    assert measured(probe) == {}
+    assert probe.blind_spots() == []
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_output_that_is_not_finite_names_its_block(bad: float, attached: Any) -> None:
+    model = Model()
+    probe, table = attached(model)
+    with torch.no_grad():
+        model.layers[1].b.bias[0] = bad
+    model(torch.randn(2, 5, 8)).backward()
+    columns = measured(probe)
+    finite = {
+        x.name: bool(np.isfinite(v))
+        for x, v in zip(table.layers, columns[LAYER_ACTIVATION_ABSMAX], strict=True)
+        if not np.isneginf(v)
+    }
+    assert finite == {"layers.0.b": True, "layers.1.b": False, "layers.2.b": False}
+
+
+def test_finite_outputs_too_large_for_a_sum_have_a_finite_largest(attached: Any) -> None:
+    model = Model(1)
+    probe, _ = attached(model)
+    with torch.no_grad():
+        model.layers[0].b.bias.fill_(1e30)
+    model(torch.randn(2, 5, 8)).backward()
+    columns = measured(probe)
+    assert math.isinf(columns[LAYER_ACTIVATION_RMS].max())
+    assert columns[LAYER_ACTIVATION_ABSMAX].max() == pytest.approx(1e30)
+
+
+def test_the_spread_tells_tokens_that_are_all_alike(attached: Any) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    probe, table = attached(model, every=2)
+    with torch.no_grad():
+        model.layers[1].b.weight.zero_()
+        model.layers[1].b.bias.fill_(1e4)  # drowns what was different
+    seen = []
+    for step in range(4):
+        model(torch.randn(2, 5, 8)).backward()
+        columns = measured(probe, step)
+        seen.append(LAYER_ACTIVATION_SPREAD in columns)
+        if seen[-1]:
+            spread = {
+                x.name: float(v)
+                for x, v in zip(table.layers, columns[LAYER_ACTIVATION_SPREAD], strict=True)
+            }
+            assert spread["layers.0.b"] > 0.5
+            assert spread["layers.1.b"] < 1e-3
+    assert seen == [True, False, True, False]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_and_evaluation_do_not_count(reentrant: bool, attached: Any) -> None:
+    model = Model()
+    probe, _ = attached(model)
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    for _ in range(3):
+        checkpoint(model, x, use_reentrant=reentrant).backward()
+    with torch.no_grad():
+        model(torch.full((2, 5, 8), 1e6))
+    probe.before_step(0)
+    assert [c[:2] for c in probe._counts] == [(3, 3 * x.numel())] * 3
+    columns = resolve(probe, read(probe.pending(), [])[0])
+    assert columns[LAYER_ACTIVATION_ABSMAX].max() < 1e3
+
+
+def test_ranks_combine_as_micro_batches_do(attached: Any) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    twin = copy.deepcopy(model)
+    probe, _ = attached(model)
+    other, _ = attached(twin)
+    batches = [torch.randn(n, 5, 8) for n in (2, 7)]
+    for x in batches:
+        model(x).backward()
+    together = measured(probe)
+    parts = []
+    for x in batches:
+        twin(x).backward()
+        other.before_step(0)
+        parts.append(other.parts(read(other.pending(), [])[0]))
+    apart = other.finish(merge(parts[0], parts[1], other.combine))
+    for name in (LAYER_ACTIVATION_RMS, LAYER_ACTIVATION_ABSMAX):
+        assert apart[name] == pytest.approx(together[name], rel=1e-6)
+
+
+def test_the_hot_path_reads_nothing_from_the_device(attached: Any) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = Model().to("meta", dtype)
+        probe, _ = attached(model)
+        for _ in range(6):
+            model(torch.empty(2, 5, 8, device="meta", dtype=dtype)).backward()
+        probe.before_step(0)
+        assert [v.device.type for v in probe.pending()] == ["meta"]
+        assert probe.blind_spots() == []
+
+
+def test_of_a_thousand_blocks_an_even_selection_is_watched(attached: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1000)))
+    probe, _ = attached(model)
+    model(torch.randn(3, 2)).sum().backward()
+    rows = np.flatnonzero(~np.isneginf(measured(probe)[LAYER_ACTIVATION_RMS]))
+    assert len(rows) == MOST
+    assert set(np.diff(rows)) <= {7, 8}
+
+
+def test_detach_leaves_nothing_and_an_unseen_block_is_named(attached: Any) -> None:
+    model = Model()
+    probe, _ = attached(model)
+    model.layers[0](torch.randn(2, 5, 8))[0].sum().backward()
+    measured(probe)
+    (spot,) = probe.blind_spots()
+    assert "layers.1, layers.2" in spot.what
+    probe.detach()
+    assert not any(m._forward_hooks for m in model.modules())

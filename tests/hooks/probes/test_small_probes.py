@@ -1,0 +1,352 @@
+"""Update ratios, memory, pace, clip pressure, and all probes as one."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sentinel.core.errors import ConfigError
+from sentinel.core.types import LAYER_UPDATE_RATIO, LAYER_WEIGHT_NORM
+from sentinel_hooks.guard import Guard
+from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.probes.clipping import ClipProbe
+from sentinel_hooks.probes.memory import MemoryProbe
+from sentinel_hooks.probes.pace import PaceProbe
+from sentinel_hooks.probes.probe import NOT_MEASURED, merge, resolve
+from sentinel_hooks.probes.read import read
+from sentinel_hooks.probes.together import Probes
+from sentinel_hooks.probes.updates import UpdateProbe
+from sentinel_hooks.signals import Signals
+from sentinel_hooks.target import Target
+from tests.support import FakeClock
+
+pytestmark = pytest.mark.torch
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4), nn.Linear(4, 2))
+    model[2].requires_grad_(False)
+    return model
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_ratio_is_the_norm_of_the_update_over_that_of_the_weights(
+    kind: str, dtype: torch.dtype
+) -> None:
+    if dtype == torch.bfloat16 and kind == "adagrad":
+        dtype = torch.float64
+    model = net().to(dtype)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    table = LayerTable.of([model])
+    probe = UpdateProbe([optimizer], table, every=3)
+    expected: dict[str, float] = {}
+    seen = []
+    for step in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(5, 6, dtype=dtype)).square().sum().backward()
+        probe.before_step(step)
+        columns = resolve(probe, read(probe.pending(), [])[0])
+        seen.append(bool(columns))
+        for i, layer in enumerate(table.layers):
+            if columns:
+                value = columns[LAYER_UPDATE_RATIO][i]
+                if layer.name == "2":
+                    assert value == NOT_MEASURED
+                else:
+                    assert value == pytest.approx(expected[layer.name], rel=2e-3)
+                    assert columns[LAYER_WEIGHT_NORM][i] > 0
+        before = {
+            n: [p.detach().double().clone() for p in m.parameters()]
+            for n, m in model.named_children()
+        }
+        optimizer.step()
+        probe.after_step(True)
+        if step % 3 == 0:
+            for name, module in model.named_children():
+                pairs = list(zip(before[name], module.parameters(), strict=True))
+                moved = sum(float((p.detach().double() - b).square().sum()) for b, p in pairs)
+                size = sum(float(b.square().sum()) for b, _ in pairs)
+                expected[name] = (moved / size) ** 0.5
+    assert seen == [False, True, False, False, True, False, False, True]
+
+
+def test_a_step_that_was_held_back_has_no_ratio() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = UpdateProbe([optimizer], LayerTable.of([model]), every=1)
+    model(torch.randn(5, 6)).sum().backward()
+    probe.before_step(0)
+    probe.after_step(False)
+    probe.before_step(1)
+    assert probe.pending() == []
+    assert resolve(probe, []) == {}
+
+
+def test_a_rate_of_zero_is_a_ratio_of_zero_and_weights_of_zero_have_none() -> None:
+    model = net()
+    with torch.no_grad():
+        model[3].weight.zero_()
+        model[3].bias.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    probe = UpdateProbe([optimizer], LayerTable.of([model]), every=1)
+    model(torch.randn(5, 6)).sum().backward()
+    probe.before_step(0)
+    optimizer.step()
+    probe.after_step(True)
+    probe.before_step(1)
+    column = resolve(probe, read(probe.pending(), [])[0])[LAYER_UPDATE_RATIO]
+    assert column.tolist() == [0.0, 0.0, NOT_MEASURED, NOT_MEASURED]
+
+
+def test_shares_make_replicas_count_once() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    table = LayerTable.of([model])
+    found = []
+    for share, ranks in ((None, 1), (lambda p: 0.25, 4)):
+        probe = UpdateProbe([optimizer], table, every=1, share=share)
+        optimizer.zero_grad()
+        torch.manual_seed(1)
+        model(torch.randn(5, 6)).sum().backward()
+        saved = [p.detach().clone() for p in model.parameters()]
+        probe.before_step(0)
+        optimizer.step()
+        probe.after_step(True)
+        probe.before_step(1)
+        parts = probe.parts(read(probe.pending(), [])[0])
+        total = parts
+        for _ in range(ranks - 1):
+            total = merge(total, parts, probe.combine)
+        found.append(probe.finish(total))
+        with torch.no_grad():
+            for p, s in zip(model.parameters(), saved, strict=True):
+                p.copy_(s)
+    for name in (LAYER_UPDATE_RATIO, LAYER_WEIGHT_NORM):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-6)
+
+
+def test_out_of_memory_ends_the_sampling_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    probe = UpdateProbe([torch.optim.SGD(model.parameters(), lr=0.1)], LayerTable.of([model]), 1)
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    monkeypatch.setattr(torch, "empty_like", full)
+    probe.before_step(0)
+    probe.after_step(True)
+    (spot,) = probe.blind_spots()
+    assert "CUDA out of memory. Tried to allocate 2 GiB" in spot.what
+    assert "update_ratio=False" in spot.way_out
+
+
+def test_updates_read_nothing_from_the_device() -> None:
+    model = net().to("meta")
+    probe = UpdateProbe([torch.optim.SGD(model.parameters(), lr=0.1)], LayerTable.of([model]), 1)
+    probe.before_step(0)
+    probe.after_step(True)
+    probe.before_step(1)
+    assert [v.device.type for v in probe.pending()] == ["meta"]
+    probe.detach()
+
+
+def test_bytes_are_counted_once_by_kind_and_what_a_cpu_does_not_know_is_absent() -> None:
+    model = nn.Module()
+    model.embed = nn.Embedding(10, 4)
+    model.head = nn.Linear(4, 10, bias=False)
+    model.head.weight = model.embed.weight
+    model.register_buffer("table", torch.zeros(7))
+    optimizer = torch.optim.Adam(model.parameters())
+    probe = MemoryProbe([model], [optimizer], every=2)
+    model.head(model.embed(torch.arange(3))).sum().backward()
+    probe.before_step(0)
+    first = probe.scalars()
+    assert first == {
+        "memory_bytes/weights": 160.0 + 28.0,
+        "memory_bytes/gradients": 160.0,
+        "memory_bytes/optimizer": 0.0,
+    }
+    optimizer.step()
+    probe.before_step(1)
+    assert probe.scalars() == first  # not sampled
+    probe.before_step(2)
+    assert probe.scalars()["memory_bytes/optimizer"] == 2 * 160.0 + 4.0
+
+
+def test_the_allocator_of_a_device_says_the_rest() -> None:
+    model = nn.Linear(10, 10, bias=False)
+    held = types.SimpleNamespace(now=400)
+    counters = types.SimpleNamespace(
+        memory_allocated=lambda d: held.now,
+        max_memory_allocated=lambda d: 1500,
+        memory_reserved=lambda d: 2000,
+        mem_get_info=lambda d: (6000, 10000),
+    )
+    probe = MemoryProbe([model], [], 1, torch.device("cuda"), counters)
+    held.now = 1400
+    probe.phase("forward")
+    held.now = 900
+    probe.phase("backward")
+    probe.before_step(0)
+    assert probe.scalars() == {
+        "memory_bytes/weights": 400.0,
+        "memory_bytes/gradients": 0.0,
+        "memory_bytes/optimizer": 0.0,
+        "memory_bytes/other": 500.0,
+        "memory_bytes/peak": 1500.0,
+        "memory_bytes/activations": 1000.0,
+        "memory_phase_bytes/forward": 1400.0,
+        "memory_phase_bytes/backward": 900.0,
+        "memory_headroom": (6000 + 2000 - 900) / 10000,
+    }
+
+
+def test_a_step_lasts_from_gate_to_gate(clock: FakeClock) -> None:
+    probe = PaceProbe(clock)
+    ids = torch.zeros(4, 16, dtype=torch.long)
+    probe.on_forward((ids, ids), {})
+    probe.before_step(0)
+    assert probe.scalars() == {}  # when it began nobody saw
+    for _ in range(3):
+        probe.on_forward((), {"input_ids": ids, "labels": ids})
+    clock.advance(0.5)
+    probe.before_step(1)
+    assert probe.scalars() == {"step_seconds": 0.5, "tokens_per_second": 3 * 64 / 0.5}
+    probe.on_forward((torch.randn(3, 3),), {})
+    clock.advance(2.0)
+    probe.before_step(2)
+    assert probe.scalars() == {"step_seconds": 2.0}
+    probe.on_forward(({"input_ids": ids},), {})
+    clock.advance(1.0)
+    probe.before_step(3)
+    assert probe.scalars()["tokens_per_second"] == 64.0
+
+
+def test_clip_pressure_is_the_share_of_clipped_steps_and_what_is_left() -> None:
+    probe = ClipProbe(window=4)
+    assert probe.scalars() == {}
+    for norm in (0.5, 2.0, 4.0, 1.0, 10.0):
+        probe.on_scale(1.0, torch.tensor(norm))
+        probe.before_step(0)
+        probe.parts(read(probe.pending(), [])[0])
+    # The window holds 2, 4, 1, 10; a norm of exactly the limit is scaled by 1 / 1.000001.
+    assert probe.scalars() == {
+        "clipped_step_ratio": 1.0,
+        "clip_factor_mean": pytest.approx((0.5 + 0.25 + 1.0 + 0.1) / 4, rel=1e-5),
+    }
+    probe.before_step(5)  # a step without a clip does not count
+    assert probe.parts([]) == {}
+    probe.on_scale(1.0, torch.tensor(float("nan")))
+    probe.before_step(6)
+    probe.parts(read(probe.pending(), [])[0])
+    assert probe.scalars()["clipped_step_ratio"] == 1.0
+
+
+# ---------------------------------------------------------------- together
+
+
+@pytest.fixture
+def probes() -> Iterator[Any]:
+    made: list[Probes] = []
+
+    def make(model: nn.Module, signals: Signals) -> Probes:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        target = Target((model,), (optimizer,))
+        found = Probes.of(
+            signals,
+            target,
+            LayerTable.of([model]),
+            threshold=50.0,
+            clock=lambda: 0.0,
+            guard=Guard("t"),
+        )
+        found.attach()
+        made.append(found)
+        return found
+
+    yield make
+    for one in made:
+        one.detach()
+
+
+def step(together: Probes, model: nn.Module, t: int) -> dict[str, Any]:
+    model(torch.randn(5, 6)).square().sum().backward()
+    together.before_step(t)
+    columns = together.resolve(read(together.pending(), [])[0])
+    together.after_step(True)
+    return columns
+
+
+def test_a_probe_that_fails_is_switched_off_alone_and_named(
+    probes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = net()
+    together = probes(model, Signals(every=1))
+    names = set(step(together, model, 0)) | set(step(together, model, 1))
+    assert {"layer_update_ratio", "layer_activation_rms"} <= names
+
+    def broken(*_: Any) -> Tensor:
+        raise ValueError("inside")
+
+    monkeypatch.setattr(UpdateProbe, "before_step", broken)
+    for t in range(2, 4):
+        names = set(step(together, model, t))
+        assert "layer_activation_rms" in names
+        assert "layer_update_ratio" not in names
+    (spot,) = together.blind_spots()
+    assert "update_ratio was switched off" in spot.what
+    assert "inside" in spot.what
+
+
+@pytest.mark.parametrize(
+    ("switch", "gone"),
+    [
+        ("activations", "layer_activation_rms"),
+        ("update_ratio", "layer_update_ratio"),
+        ("memory", "memory_bytes/weights"),
+    ],
+)
+def test_each_signal_can_be_left_out(switch: str, gone: str, probes: Any) -> None:
+    model = net()
+    for on in (True, False):
+        together = probes(model, Signals(every=1, **{switch: on}))
+        found = set(step(together, model, 0)) | set(step(together, model, 1))
+        found |= set(together.scalars())
+        assert (gone in found) is on
+        together.detach()
+
+
+def test_signals_refuse_what_they_are_not() -> None:
+    with pytest.raises(ConfigError, match=r"signals\.attention must be True or False, got 'yes'"):
+        Signals(attention="yes")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"signals\.every must be a number of steps, at least 1"):
+        Signals(every=0)
+
+
+def test_one_read_a_step_is_all(probes: Any) -> None:
+    """Everything on a meta device up to the read: nothing else may wait for it."""
+    model = net().to("meta")
+    together = probes(model, Signals(every=1))
+    for t in range(3):
+        model(torch.empty(5, 6, device="meta")).square().sum().backward()
+        together.before_step(t)
+        assert all(v.device.type == "meta" and v.dim() == 1 for v in together.pending())
+        together.after_step(True)
+    assert together.blind_spots() == []
+    assert np.isneginf(NOT_MEASURED)
