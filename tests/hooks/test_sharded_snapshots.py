@@ -268,6 +268,19 @@ def test_parts_that_make_no_whole_are_refused(
 # ---------------------------------------------------------------- the protocol
 
 
+class Own:
+    """The user's own state, another on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.seen = torch.tensor([100.0 * rank])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
 class Rank:
     """One of two replicas of a run, as one rank sees it; the test is the session."""
 
@@ -276,8 +289,7 @@ class Rank:
         self.rank = rank
         self.model = Net(dropout=0.0)
         self.optimizer = OPTIMIZERS["adamw amsgrad"](self.model.parameters())
-        self.own = torch.optim.lr_scheduler.ConstantLR(self.optimizer)
-        self.own.last_epoch = rank * 100  # the user's own state, another on each rank
+        self.own = Own(rank)
         self.target = Target((self.model,), (self.optimizer,), extra_state=(self.own,))
         self.ram = RamStore(self.target, Snapshots())
         self.disk = DiskStore(
@@ -358,13 +370,13 @@ def test_replicas_are_written_once_and_what_is_a_ranks_own_comes_back_to_it(pair
     taken = [everything(rank.target) for rank in pair.ranks]
     for rank in pair.ranks:
         train(rank.model, rank.optimizer, 2, seed=5)
-        rank.own.last_epoch = -1
+        rank.own.seen.fill_(-1)
         moved = everything(rank.target)
         ready = rank.disk.prepare(50)
         assert everything(rank.target) == moved
         assert ready.commit() == Stats(shape_age=50)
     assert [everything(rank.target) for rank in pair.ranks] == taken
-    assert [rank.own.last_epoch for rank in pair.ranks] == [0, 100]
+    assert [rank.own.seen.item() for rank in pair.ranks] == [0, 100]
 
 
 def test_it_counts_only_when_it_is_committed_and_the_same_is_due_on_all_ranks(pair: Pair) -> None:
@@ -574,7 +586,7 @@ def test_a_snapshot_of_two_ranks_serves_one_and_three_and_says_what_is_missing(
         ready = one.disk.prepare(50)
         ready.commit()
         assert everything(one.target) == taken
-        assert one.own.last_epoch == (100 if (rank, world) == (1, 2) else 0)
+        assert one.own.seen.item() == (100 if (rank, world) == (1, 2) else 0)
         assert len(ready.notes) == len(notes)
         assert all(piece in said for piece, said in zip(notes, ready.notes, strict=True))
         torch.manual_seed(99)

@@ -518,8 +518,7 @@ class DiskStore:
                 reason = "trouble came before it was confirmed"
             if health is not was:
                 self._health[step] = health
-                if self._rank == 0:
-                    self._put(partial(self._mark, step, health, reason))
+                self._put(partial(self._mark, step, health, reason))
 
     def find(self, steps: Iterable[int]) -> tuple[int, ...]:
         """Count copies of earlier processes of this run, of these steps; those that are there.
