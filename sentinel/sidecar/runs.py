@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -85,6 +86,9 @@ RECENT = 256  # rows of the newest steps, for people; the series are on disk
 WINDOW_S = 60.0  # window maxima cover one to two of these
 COMMAND_TTL_S = 600.0
 CADENCES = 10.0  # a run is lost after so many of its own usual intervals, if that is longer
+MOST_SIZE = 2**63
+MOST_LAYERS = 100_000
+MOST_NAME = 512
 MOST_NUMBER = 2**53  # steps and report numbers beyond it are nonsense
 MAX_COMMANDS = 256
 OPEN_ORDER = ("pending", "delivered")
@@ -329,6 +333,11 @@ class Runs:
                 f"the trainer runs engine version {message.engine_version}, this sidecar "
                 f"{ENGINE_VERSION}: recording only; install the same torch-sentinel on both sides"
             )
+        _check_layers(message.layers)
+        if not 1 <= len(message.incarnation) <= 128 or "\0" in message.incarnation:
+            raise ProtocolError("incarnation must have 1 to 128 characters, none of them NUL")
+        _check_step("fence", message.fence)
+        _check_step("first", message.first)
         data = message.policy if message.pinned or self._handed is None else self._handed
         try:
             policy = codec.decode_policy(data)
@@ -828,6 +837,7 @@ class Runs:
 
     def register_json(self, name: str, layers: tuple[Layer, ...], now: float) -> Run:
         """Register a run whose state lives here: its trainer posts JSON and obeys."""
+        _check_layers(layers)
         old = self.runs.get(name)
         if old is not None and old.json and old.run_state in ("running", "lost"):
             self._revive(old)
@@ -878,7 +888,12 @@ class Runs:
         if not run.json:
             raise RefusedError("fenced", f"run {name!r} is written by a trainer with an engine")
         self._revive(run)
+        _check_step("observation.step", observation.step)
         _check_columns(run, observation.columns)
+        if any(not 0 <= size < MOST_SIZE for size in observation.shape):
+            raise ProtocolError("observation.shape must hold sizes from 0 on, below 2**63")
+        for event in events:
+            _check_step("event.step", event.step)
         run.heard(now, report=True)
         self._is_back(run, now)
         moves: list[Move] = []
@@ -1197,29 +1212,62 @@ def _of_row(row: RunRow, now: float, max_layers: int) -> Run:
 _SOURCES = tuple(str(source) for source in Source)
 
 
+def _check_step(what: str, value: int) -> None:
+    if not 0 <= value < MOST_NUMBER:
+        raise ProtocolError(f"{what} must lie between 0 and 2**53, got {value}")
+
+
+def _check_layers(layers: tuple[Layer, ...]) -> None:
+    """Raise ProtocolError for a layer table that nobody can mean."""
+    if len(layers) > MOST_LAYERS:
+        raise ProtocolError(f"layers may be {MOST_LAYERS}, got {len(layers)}")
+    for layer in layers:
+        if not 1 <= len(layer.name) <= MOST_NAME or "\0" in layer.name:
+            raise ProtocolError(
+                f"a layer's name must have 1 to {MOST_NAME} characters, none of them NUL, got "
+                f"{layer.name[:64]!r}"
+            )
+        if any(not 0 <= size < MOST_SIZE for size in layer.shape) or not (
+            layer.block is None or -1 <= layer.block < MOST_NUMBER
+        ):
+            raise ProtocolError(f"the shape and block of layer {layer.name[:64]!r} must be sizes")
+
+
 def _check_frame(run: Run, frame: Frame) -> None:
     """Raise ProtocolError for a frame that can be read and cannot be."""
     seen = frame.observation
-    for name, value in (("seq", frame.seq), ("step", seen.step), ("attempt", frame.attempt)):
-        if not 0 <= value < MOST_NUMBER:
-            raise ProtocolError(f"frame.{name} must lie between 0 and 2**53, got {value}")
+    _check_step("frame.seq", frame.seq)
+    _check_step("frame.step", seen.step)
+    _check_step("frame.attempt", frame.attempt)
     for name, data in seen.columns.items():
+        _check_column_name(name)
         if len(data) != 4 * len(run.layers):
             raise ProtocolError(
                 f"column {name!r} must hold a float32 for each of the {len(run.layers)} layers "
                 f"that were registered, got {len(data)} bytes"
             )
     for move in frame.moves:
-        if not 0 <= move.step < MOST_NUMBER:
-            raise ProtocolError(f"move.step must lie between 0 and 2**53, got {move.step}")
+        _check_step("move.step", move.step)
         if isinstance(move, WireOutcome) and move.source not in _SOURCES:
             raise ProtocolError(
                 f"outcome.source must be one of {', '.join(_SOURCES)}, got {move.source!r}"
             )
 
 
+_COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+
+def _check_column_name(name: str) -> None:
+    if not _COLUMN_NAME.fullmatch(name):
+        raise ProtocolError(
+            "a column's name must have 1 to 64 lower case letters, digits and underscores, got "
+            f"{name[:64]!r}"
+        )
+
+
 def _check_columns(run: Run, columns: Mapping[str, Column]) -> None:
     for name, column in columns.items():
+        _check_column_name(name)
         if column.size != len(run.layers):
             raise ProtocolError(
                 f"columns.{name} must hold one number for each of the {len(run.layers)} layers "

@@ -1,9 +1,13 @@
-"""Alive, and ready: /healthz and /readyz."""
+"""Alive, ready, and what there is to ask for: /healthz, /readyz and /openapi.json."""
 
 from __future__ import annotations
 
+import json
+
 from fastapi import APIRouter, Response
 
+from sentinel import __version__
+from sentinel.sidecar.openapi import document
 from sentinel.sidecar.service import Service
 
 
@@ -23,5 +27,9 @@ def router(service: Service) -> APIRouter:
         # Deciding needs no disk: a sidecar that cannot keep its record still serves its trainers.
         said = "ready\n" if not trouble else f"ready\ndegraded: {trouble}\n"
         return Response(said, media_type="text/plain")
+
+    @routes.get("/openapi.json")
+    async def openapi() -> Response:
+        return Response(json.dumps(document(__version__)), media_type="application/json")
 
     return routes

@@ -57,6 +57,7 @@ class Database:
         self.failed = 0
         self.dropped = 0
         self._waiting = 0
+        self._closed = False
         self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sentinel-database")
 
@@ -86,6 +87,9 @@ class Database:
     def submit(self, work: Callable[[Session], object]) -> None:
         """Do it later, in order; nobody waits. With too much waiting it is dropped and counted."""
         with self._lock:
+            if self._closed:
+                self.dropped += 1
+                return
             if self._waiting >= MOST_QUEUED:
                 self.dropped += 1
                 self.trouble = f"{MOST_QUEUED} writes are waiting for the database"
@@ -111,10 +115,14 @@ class Database:
 
     def close(self) -> None:
         """Finish what is queued and let go; a second call does nothing."""
+        with self._lock:
+            self._closed = True
         self._worker.shutdown(wait=True)
         self.engine.dispose()
 
     def _call(self, work: Callable[[Session], T]) -> Future[T]:
+        if self._closed:
+            raise StoreError("the database is closed: the sidecar is on its way down")
         return self._worker.submit(self._now, work)
 
     def _now(self, work: Callable[[Session], T]) -> T:

@@ -1,0 +1,475 @@
+"""The interface as an OpenAPI document: GET /openapi.json.
+
+    document(version) -> dict
+
+Written by hand, since the routes read raw bodies: a test compares its paths with the application's,
+and another lets schemathesis try every operation against it. Trainers of ours speak msgpack on the
+ingest routes (sentinel.wire.messages); the JSON described here is for people and other languages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sentinel.core.types import Action, CommandKind, IncidentState, Severity
+from sentinel.sidecar.store.series import CURVES, DECODED, MOST_POINTS
+from sentinel.wire import messages
+
+Schema = dict[str, Any]
+
+WORDS = ["nan", "inf", "-inf"]
+NUMBER: Schema = {"anyOf": [{"type": "number"}, {"type": "string", "enum": WORDS}]}
+STEP: Schema = {"type": "integer", "minimum": 0, "maximum": 2**53 - 1}
+TEXT: Schema = {"type": "string"}
+TRUTH: Schema = {"type": "boolean"}
+WHOLE: Schema = {"type": "integer"}
+TIME: Schema = {"type": "number", "description": "Unix seconds"}
+ACTIONS = [action.name.lower() for action in Action]
+
+
+def maybe(schema: Schema) -> Schema:
+    """That, or null: it was not measured, or there is none."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def listed(schema: Schema) -> Schema:
+    """A list of that."""
+    return {"type": "array", "items": schema}
+
+
+def table(required: tuple[str, ...] = (), /, **properties: Schema) -> Schema:
+    """An object; more fields may come in later versions."""
+    found: Schema = {"type": "object", "properties": properties}
+    if required:
+        found["required"] = list(required)
+    return found
+
+
+def ref(name: str) -> Schema:
+    """One of SCHEMAS."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+SCHEMAS: dict[str, Schema] = {
+    "Number": NUMBER | {"description": "A number that is not finite is a word."},
+    "Refusal": table(("code", "detail"), code=TEXT, detail=TEXT),
+    "Layer": {
+        "anyOf": [
+            TEXT,
+            table(
+                ("name",),
+                name=TEXT,
+                kind=TEXT,
+                shape=listed(WHOLE),
+                block=maybe(WHOLE),
+                attention=TRUTH,
+            ),
+        ]
+    },
+    "Registration": table(layers=listed(ref("Layer"))),
+    "Observation": table(
+        ("step",),
+        step=STEP,
+        loss=maybe(NUMBER),
+        grad_norm=maybe(NUMBER),
+        lr=maybe(NUMBER),
+        loss_scale=maybe(NUMBER),
+        params_finite=maybe(TRUTH),
+        shape=listed(WHOLE),
+        blind=TRUTH,
+        batch_id=TEXT,
+        columns={"type": "object", "additionalProperties": listed(NUMBER)},
+    ),
+    "Outcome": table(
+        ("step", "executed", "applied"),
+        step=STEP,
+        executed={"type": "string", "enum": ACTIONS},
+        applied=TRUTH,
+    ),
+    "Event": table(
+        ("kind", "step"),
+        kind={
+            "type": "string",
+            "enum": [
+                "snapshot_taken",
+                "restored",
+                "restore_failed",
+                "snapshot_lost",
+                "automation_set",
+            ],
+        },
+        step=STEP,
+        target=maybe(STEP),
+        reason=TEXT,
+        paused=TRUTH,
+    ),
+    "Step": {
+        "anyOf": [
+            table(
+                ("observation",),
+                observation=ref("Observation"),
+                outcome=maybe(ref("Outcome")),
+                events=listed(ref("Event")),
+            ),
+            ref("Observation"),
+        ]
+    },
+    "Decision": table(
+        ("step", "action", "rule", "reason", "would", "lr_factor", "readings"),
+        step=STEP,
+        action={"type": "string", "enum": ACTIONS},
+        rule=TEXT,
+        reason=TEXT,
+        would={"type": "string", "enum": ACTIONS},
+        target=maybe(WHOLE),
+        lr_factor=NUMBER,
+        keep_batch=TRUTH,
+        drop_canaries=TRUTH,
+        take_snapshot=TRUTH,
+        findings=listed({"type": "object"}),
+        readings={"type": "object"},
+    ),
+    "Summary": table(
+        ("run", "state", "step", "loss", "grad_norm", "protection", "decides", "last_report_s_ago"),
+        run=TEXT,
+        state={"type": "string", "enum": ["running", "finished", "halted", "lost"]},
+        step=maybe(WHOLE),
+        loss=maybe(NUMBER),
+        grad_norm=maybe(NUMBER),
+        protection={"type": "string", "enum": ["armed", "warming", "blind", "off"]},
+        decides=TRUTH,
+        reason=TEXT,
+        watched=TRUTH,
+        policy=TEXT,
+        mode=TEXT,
+        last_report_s_ago={"type": "number"},
+        registered_at=TIME,
+        ended_at=maybe(TIME),
+    ),
+    "Incident": table(
+        ("id", "run", "number", "key", "state", "severity", "summary", "opened", "last"),
+        id=WHOLE,
+        run=TEXT,
+        number=WHOLE,
+        key=TEXT,
+        state={"type": "string", "enum": [str(one) for one in IncidentState]},
+        severity={"type": "string", "enum": [str(one) for one in Severity]},
+        summary=TEXT,
+        opened=WHOLE,
+        last=WHOLE,
+        fired=maybe(WHOLE),
+        resolved=maybe(WHOLE),
+        steps=WHOLE,
+        latched=TRUTH,
+        layers=listed(WHOLE),
+        actions=listed({"type": "array"}),
+        opened_at=TIME,
+        updated_at=TIME,
+        acknowledged_at=maybe(TIME),
+        acknowledged_by=TEXT,
+        silenced_until=maybe(TIME),
+        silenced_by=TEXT,
+    ),
+    "Executed": table(
+        ("run", "incarnation", "step", "attempt", "action", "rule", "reason", "source", "at"),
+        run=TEXT,
+        incarnation=TEXT,
+        step=WHOLE,
+        attempt=WHOLE,
+        action=TEXT,
+        rule=TEXT,
+        reason=TEXT,
+        target=maybe(WHOLE),
+        source=TEXT,
+        at=TIME,
+    ),
+    "Command": table(
+        ("kind",),
+        kind={"type": "string", "enum": [str(kind) for kind in CommandKind]},
+        id={"type": "string", "maxLength": 128},
+        value={"type": "number", "exclusiveMinimum": 0, "maximum": 10},
+        target=maybe(STEP),
+        issued_by=TEXT,
+        expires_in_s={"type": "number", "exclusiveMinimum": 0, "maximum": 86400},
+    ),
+}
+
+_RUN: Schema = {
+    "name": "run",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "pattern": f"^{messages.RUN_NAME.pattern}$"},
+}
+_INCIDENT: Schema = {"name": "incident", "in": "path", "required": True, "schema": TEXT}
+_REFUSED = {
+    400: "The message is not sealed as it was sent.",
+    401: "A token is wanted.",
+    403: "This token may not do that, or orders are not taken here.",
+    404: "There is none of that name.",
+    409: "Another process writes this run, or the same id meant something else.",
+    413: "The body is too large.",
+    415: "The content type is neither JSON nor msgpack.",
+    421: "Without a token only local names are answered.",
+    422: "It cannot be read, or makes no sense.",
+    429: "Too many.",
+    500: "An error of sentinel's own.",
+    503: "A disk, the database or the number of listeners does not allow it now.",
+}
+
+
+def _query(name: str, schema: Schema, about: str) -> Schema:
+    return {"name": name, "in": "query", "required": False, "schema": schema, "description": about}
+
+
+_RANGE = [
+    _query("from", WHOLE, "first step"),
+    _query("to", WHOLE, "last step, included"),
+]
+
+
+def _operation(
+    summary: str,
+    answers: Schema | str,
+    *,
+    parameters: tuple[Schema, ...] = (),
+    body: Schema | None = None,
+    required: bool = True,
+    msgpack: bool = False,
+    status: int = 200,
+    open_: bool = False,
+) -> Schema:
+    """One operation; `answers` is a schema for JSON, or the content type of something else."""
+    content: Schema
+    if isinstance(answers, str):
+        content = {one: {"schema": TEXT} for one in answers.split(" | ")}
+    else:
+        content = {"application/json": {"schema": answers}}
+    binary = {"schema": {"type": "string", "format": "binary"}}
+    refusal: Schema = {"application/json": {"schema": ref("Refusal")}}
+    if msgpack:
+        content = content | {messages.CONTENT_TYPE: binary}
+        refusal = refusal | {messages.CONTENT_TYPE: binary}
+    found: Schema = {
+        "summary": summary,
+        "responses": {str(status): {"description": "Done.", "content": content}}
+        | {
+            str(code): {"description": why, "content": refusal}
+            for code, why in ({} if open_ else _REFUSED).items()
+        },
+    }
+    if parameters:
+        found["parameters"] = list(parameters)
+    if body is not None:
+        given: Schema = {"application/json": {"schema": body}}
+        if msgpack:
+            given[messages.CONTENT_TYPE] = binary
+        found["requestBody"] = {"required": required, "content": given}
+    if open_:
+        found["security"] = []
+    return found
+
+
+def _paths() -> dict[str, dict[str, Schema]]:
+    runs = "/v1/runs/{run}"
+    known = table(("run",), run=TEXT)
+    stream = "text/event-stream"
+    names = "comma separated: " + ", ".join((*CURVES, *DECODED))
+    sealed_only: Schema = {"type": "object", "description": "Only msgpack is taken here."}
+    return {
+        "/v1/runs": {
+            "get": _operation("All runs", table(("runs",), runs=listed(ref("Summary")))),
+        },
+        runs: {
+            "put": _operation(
+                "Register a run",
+                table(("run", "policy"), run=TEXT, policy={"type": "object"}),
+                parameters=(_RUN,),
+                body=ref("Registration"),
+                required=False,
+                msgpack=True,
+            ),
+            "get": _operation("One run in full", ref("Summary"), parameters=(_RUN,)),
+        },
+        f"{runs}/steps": {
+            "post": _operation(
+                "Report a step; the decision is in the answer",
+                table(("run", "decision"), run=TEXT, decision=ref("Decision")),
+                parameters=(_RUN,),
+                body=ref("Step"),
+                msgpack=True,
+            ),
+        },
+        f"{runs}/state": {
+            "put": _operation(
+                "Hand the engine's state over",
+                known,
+                parameters=(_RUN,),
+                body=sealed_only,
+                msgpack=True,
+            ),
+        },
+        f"{runs}/close": {
+            "post": _operation(
+                "The run is over",
+                table(("run", "state"), run=TEXT, state=TEXT),
+                parameters=(_RUN,),
+                body=table(state={"type": "string", "enum": ["finished", "halted"]}),
+                required=False,
+                msgpack=True,
+            ),
+        },
+        f"{runs}/series": {
+            "get": _operation(
+                "Curves, thinned so that no spike is lost",
+                table(
+                    ("run", "rows", "downsampled", "series", "incarnations", "actions"),
+                    run=TEXT,
+                    rows=WHOLE,
+                    downsampled=TRUTH,
+                    series={
+                        "type": "object",
+                        "additionalProperties": table(
+                            ("step", "value"), step=listed(WHOLE), value=listed({})
+                        ),
+                    },
+                    incarnations=listed({"type": "object"}),
+                    actions=listed({"type": "object"}),
+                    actions_total=WHOLE,
+                ),
+                parameters=(
+                    _RUN,
+                    _query("name", TEXT, names),
+                    *_RANGE,
+                    _query("points", WHOLE, f"about so many a series, at most {MOST_POINTS}"),
+                ),
+            ),
+        },
+        f"{runs}/layers": {
+            "get": _operation(
+                "A map of layers by steps",
+                table(
+                    ("run", "name", "layers", "steps", "last", "values"),
+                    run=TEXT,
+                    name=TEXT,
+                    layers=listed(TEXT),
+                    rows=WHOLE,
+                    steps=listed(WHOLE),
+                    last=listed(WHOLE),
+                    values=listed(listed(maybe(NUMBER))),
+                ),
+                parameters=(
+                    _RUN,
+                    _query("name", TEXT, "a per-layer column, such as layer_grad_norm"),
+                    *_RANGE,
+                    _query("points", WHOLE, "buckets, at most 2000"),
+                ),
+            ),
+        },
+        f"{runs}/incidents": {
+            "get": _operation(
+                "What happened to a run",
+                table(("run", "incidents"), run=TEXT, incidents=listed(ref("Incident"))),
+                parameters=(_RUN,),
+            ),
+        },
+        f"{runs}/decisions": {
+            "get": _operation(
+                "Executed actions other than proceed",
+                table(("run", "decisions"), run=TEXT, decisions=listed(ref("Executed"))),
+                parameters=(_RUN,),
+            ),
+        },
+        f"{runs}/events": {"get": _operation("Live events of a run", stream, parameters=(_RUN,))},
+        "/v1/events": {"get": _operation("Live events of all runs", stream)},
+        f"{runs}/commands": {
+            "post": _operation(
+                "Give an order",
+                table(("id", "kind", "state"), id=TEXT, kind=TEXT, state=TEXT),
+                parameters=(
+                    _RUN,
+                    {
+                        "name": "Idempotency-Key",
+                        "in": "header",
+                        "required": False,
+                        "schema": TEXT,
+                        "description": "instead of id: the same one again is the same order",
+                    },
+                ),
+                body=ref("Command"),
+                status=202,
+            ),
+        },
+        "/v1/incidents/{incident}/ack": {
+            "post": _operation(
+                "Acknowledge an incident",
+                table(("incident", "acknowledged_by"), incident=TEXT, acknowledged_by=TEXT),
+                parameters=(_INCIDENT,),
+                body=table(by=TEXT),
+                required=False,
+            ),
+        },
+        "/v1/incidents/{incident}/silence": {
+            "post": _operation(
+                "Nobody is paged about it for a while",
+                table(("incident", "silenced_until"), incident=TEXT, silenced_until=maybe(TIME)),
+                parameters=(_INCIDENT,),
+                body=table(
+                    ("for_s",),
+                    for_s={"type": "number", "minimum": 0, "maximum": 30 * 86400},
+                    by=TEXT,
+                ),
+            ),
+        },
+        "/v1/audit": {
+            "get": _operation(
+                "Who asked for what, and whether they got it",
+                table(("audit", "trouble"), audit=listed({"type": "object"}), trouble=TEXT),
+                parameters=(
+                    _query("run", TEXT, "of one run"),
+                    _query("limit", WHOLE, "the newest, at most 1000"),
+                ),
+            ),
+        },
+        "/v1/access": {
+            "get": _operation(
+                "What this caller may do",
+                table(("tokens", "known", "roles", "orders", "why"), tokens=TRUTH, orders=TRUTH),
+            ),
+        },
+        "/metrics": {
+            "get": _operation(
+                "Prometheus text, or OpenMetrics when asked for",
+                "text/plain | application/openmetrics-text",
+                parameters=(_query("layers", {"type": "string", "enum": ["top", "all"]}, "which"),),
+                open_=True,
+            ),
+        },
+        "/healthz": {"get": _operation("Alive", "text/plain", open_=True)},
+        "/readyz": {
+            "get": _operation("Ready for trainers, and what is wrong", "text/plain", open_=True),
+        },
+        "/openapi.json": {"get": _operation("This document", {"type": "object"}, open_=True)},
+    }
+
+
+def document(version: str) -> dict[str, Any]:
+    """The whole document."""
+    paths = _paths()
+    paths["/readyz"]["get"]["responses"]["503"] = {
+        "description": "Not ready yet, or on its way down.",
+        "content": {"text/plain": {"schema": TEXT}},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "sentinel",
+            "version": version,
+            "description": "Training stability: report steps, obey decisions, look, order.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": SCHEMAS,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"token": []}],
+    }
