@@ -49,6 +49,7 @@ class Member:
     layer_P: npt.NDArray[np.intp]  # OTHER is len(table) here: bincount wants no negatives
     signature: tuple[int, ...]
     share_P: Float64 | None = None  # of each square that is this rank's; None: one process
+    sharded: bool = False  # some are DTensors, be it on a mesh of one
 
 
 @dataclass(slots=True)
@@ -118,6 +119,7 @@ class GradProbe:
             layer_P[other] = len(self._table)
             member.parameters = fresh
             member.layer_P = layer_P
+            member.sharded = any(hasattr(p, "_local_tensor") for p in fresh)
             if self._world > 1:
                 member.share_P = np.array([share(p, self._world) for p in fresh])
             member.signature = _signature(member.optimizer)
@@ -196,7 +198,7 @@ class GradProbe:
                     grads = [grads[i] for i in rest]
                     layer_P, share_P = layer_P[rest], _picked(share_P, rest)
             if grads:
-                if share_P is not None:
+                if member.sharded:
                     grads = [local(g) for g in grads]
                 scale = scales.get(m) if scales else None
                 for norms, chosen in _by_device(tensor_norms(grads)):
