@@ -45,8 +45,9 @@ class HuggingFaceAdapter:
 
         def unhook() -> None:
             undo()
-            found = trainer.callback_handler.callbacks
-            found[:] = [other for other in found if other is not callback]
+            handler = trainer.callback_handler
+            # A new list: detach() may be called by a callback, while this one is walked through.
+            handler.callbacks = [other for other in handler.callbacks if other is not callback]
 
         return unhook
 
@@ -58,8 +59,12 @@ class _Callback:
         self._trainer = weakref.ref(trainer)
         self._session = session
         self._resumed: Any = None  # as train() was asked
+        self._tried = False
         self.on_train_begin = session.guarded(self._train_begin)
-        self.on_epoch_begin = session.guarded(self._epoch_begin)
+        # Not on_train_begin: the user's callbacks of that event come after ours, and may still
+        # freeze layers or add parameters. Attached in the middle of an epoch, it is the next step.
+        self.on_epoch_begin = session.guarded(self._begin)
+        self.on_step_begin = session.guarded(self._begin)
         self.on_step_end = session.guarded(self._step_end)
         self.on_save = session.guarded(self._save)
         self.on_log = session.guarded(self._log)
@@ -83,15 +88,15 @@ class _Callback:
 
     def _train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._session.end()  # auto_find_batch_size starts again, after memory ran out
+        self._tried = False
         if self._resumed is True:
             self._resumed = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
 
-    def _epoch_begin(self, *args: Any, **kwargs: Any) -> None:
-        # Not on_train_begin: the user's callbacks of that event come after ours, and may still
-        # freeze layers or add parameters.
+    def _begin(self, *args: Any, **kwargs: Any) -> None:
         trainer = self._trainer()
-        if trainer is None or self._session.live:
+        if trainer is None or self._tried:
             return
+        self._tried = True
         self._session.begin(
             model=trainer.model_wrapped,
             optimizer=trainer.optimizer,

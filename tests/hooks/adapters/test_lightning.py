@@ -270,6 +270,17 @@ def test_one_callback_object_serves_a_trainer_whose_callbacks_are_made_anew(tmp_
     assert world.leftovers() == []
 
 
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+def test_a_strategy_that_trains_in_copies_of_the_trainer_is_a_blind_spot(
+    strategy: str, tmp_path: Path
+) -> None:
+    world = Lightning(Cell(options={"strategy": strategy, "devices": 2}), tmp_path)
+    session = attach(world, tmp_path / "runs")
+    (spot,) = session.status().blind_spots
+    assert 'use strategy="ddp"' in str(spot)
+    session.detach()
+
+
 def test_a_policy_that_halts_ends_fit(tmp_path: Path) -> None:
     from sentinel.core.policy import Policy
     from tests.support.trainers import QUICK
