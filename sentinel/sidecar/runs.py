@@ -87,6 +87,7 @@ WINDOW_S = 60.0  # window maxima cover one to two of these
 COMMAND_TTL_S = 600.0
 CADENCES = 10.0  # a run is lost after so many of its own usual intervals, if that is longer
 MOST_SIZE = 2**63
+MOST_JUMP = 10_000_000  # reports that a trainer may have made while it reached nobody
 MOST_LAYERS = 100_000
 MOST_NAME = 512
 MOST_NUMBER = 2**53  # steps and report numbers beyond it are nonsense
@@ -1236,7 +1237,11 @@ def _check_layers(layers: tuple[Layer, ...]) -> None:
 def _check_frame(run: Run, frame: Frame) -> None:
     """Raise ProtocolError for a frame that can be read and cannot be."""
     seen = frame.observation
-    _check_step("frame.seq", frame.seq)
+    if not 0 <= frame.seq <= run.seen.highest + MOST_JUMP:
+        raise ProtocolError(
+            f"frame.seq must lie between 0 and {run.seen.highest + MOST_JUMP} (the highest so far "
+            f"and {MOST_JUMP} more), got {frame.seq}"
+        )
     _check_step("frame.step", seen.step)
     _check_step("frame.attempt", frame.attempt)
     for name, data in seen.columns.items():

@@ -102,6 +102,11 @@ class Seen:
         return [(first, last) for first, last in self._spans]
 
     @property
+    def highest(self) -> int:
+        """The highest number that has arrived, or could have before any did."""
+        return self._spans[-1][1] if self._spans else self.start
+
+    @property
     def count(self) -> int:
         """How many have arrived."""
         return sum(last - first + 1 for first, last in self._spans)
