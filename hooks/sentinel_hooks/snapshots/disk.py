@@ -554,6 +554,8 @@ class DiskStore:
         found = self.load(step)
         if isinstance(found, Adopted):
             return self._unprepared(step, found)
+        for said in found.notes:
+            logger.warning("another number of ranks run=%s step=%s note=%s", self._run, step, said)
         return prepare(self._target, found)
 
     def lost(self, step: int) -> None:

@@ -95,20 +95,23 @@ class Places:
         layout: hash of names, shapes and types.
         extra: for each of the user's objects its live state, with a Place for each tensor; None
             where nothing is sharded, so that nothing has to be cut.
+        devices: that live tensors are on.
     """
 
     tensors: dict[tuple[Any, ...], Place]
     optimizers: list[dict[tuple[int, int], Place]]
     layout: str
     extra: list[Any]
+    devices: tuple[torch.device, ...]
 
     def device(self, saved: str, near: Place | None) -> torch.device:
         """The saved device, or this rank's own of the same kind."""
         device = torch.device(saved)
         if near is not None and near.device.type == device.type:
             return near.device
-        own = [p.device for p in self.tensors.values() if p.device.type == device.type]
-        return own[0] if own and device not in own else device
+        if device in self.devices:
+            return device
+        return next((own for own in self.devices if own.type == device.type), device)
 
     def mesh(self, dimensions: int) -> Any:
         """A mesh of so many dimensions that something live is spread over; None without one."""
@@ -173,6 +176,7 @@ def places(target: Target) -> Places:
         ],
         _layout((key, tensor.shape, tensor.dtype) for key, tensor in live.items()),
         [_form(thing.state_dict()) if sharded else None for thing in target.extra_state],
+        tuple(dict.fromkeys(tensor.device for tensor in live.values())),
     )
 
 
