@@ -1,0 +1,341 @@
+"""The page in a real Chromium, on live runs: it follows by itself, and its buttons arrive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sentinel.core.policy import Policy
+from tests.support.browser import Seen, browsing, opened
+from tests.support.live import LiveTrainer
+from tests.support.sidecars import ServeProcess, serving
+from tests.support.simulated import Damage, Garbage, LogitGrowth, NanGradient, NanLoss
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.torch]
+
+CONTROL, READ, INGEST = "control-0123456789", "reader-0123456789", "ingest-0123456789"
+WAIT_S = 60.0
+# Axe's rules that are matters of taste, or of a page's surroundings: none.
+NOT_ASKED: tuple[str, ...] = ()
+
+
+def wait_until(true: Callable[[], Any], what: str) -> None:
+    until = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < until, f"not within {WAIT_S} s: {what}"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with browsing() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    folder = tmp_path_factory.mktemp("tokens")
+    arguments: list[str] = []
+    for role, text in (("control", f"ann {CONTROL}"), ("read", READ), ("ingest", INGEST)):
+        (folder / role).write_text(text)
+        arguments += ["--token-file", f"{role}={folder / role}"]
+    with serving(*arguments) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def finished(sidecar: ServeProcess) -> ServeProcess:
+    """Runs of every odd kind that have ended: faults, one step, no columns, NaN only, nothing."""
+    faults = [NanGradient(90), Garbage(120, 2), Damage(160), LogitGrowth(200), NanLoss(240)]
+    kinds: list[dict[str, Any]] = [
+        {"run": "faults", "layers": 8, "steps": 260, "faults": faults},
+        {"run": "one-step", "layers": 2, "steps": 1},
+        {"run": "no-columns", "steps": 30},
+        {"run": "nan-loss", "steps": 12, "faults": [NanLoss(0, 100)]},
+        {"run": "observing", "steps": 200, "faults": faults[:2], "policy": Policy.load("observe")},
+        {"run": "nothing-yet", "steps": 0},
+    ]
+    with ExitStack() as stack:
+        trainers = [
+            stack.enter_context(
+                LiveTrainer(sidecar.url, token=INGEST, pause_s=0.0, decide="trainer", **kind)
+            )
+            for kind in kinds
+        ]
+        for kind, trainer in zip(kinds, trainers, strict=True):
+            wait_until(lambda k=kind, t=trainer: t.step >= k["steps"], f"steps of {kind['run']}")
+    return sidecar
+
+
+def enter(seen: Seen, url: str, token: str = CONTROL, run: str = "") -> None:
+    """Open the page and type the token in, as a person does."""
+    page = seen.page
+    page.goto(f"{url}/#/runs/{run}" if run else url)
+    page.get_by_role("button", name="Enter a token").last.click()
+    page.locator("input[type=password]").fill(token)
+    page.get_by_role("button", name="Use it").click()
+    if run:
+        page.get_by_role("heading", level=1, name=run).wait_for()
+    else:
+        page.get_by_role("heading", level=1, name="Runs").wait_for()
+
+
+def go(seen: Seen, run: str) -> None:
+    """Another run's view, with its curves drawn."""
+    seen.page.evaluate("run => { location.hash = `#/runs/${encodeURIComponent(run)}`; }", run)
+    seen.page.get_by_role("heading", level=1, name=run, exact=True).wait_for()
+    seen.page.get_by_text("loading", exact=True).first.wait_for(state="detached")
+    seen.page.wait_for_function(
+        "[...document.querySelectorAll('.cols .empty, .map canvas')].length >= 4"
+    )
+
+
+def test_a_live_run_is_followed_and_a_rollback_arrives_at_the_trainer(
+    sidecar: ServeProcess, browser: Any
+) -> None:
+    with (
+        LiveTrainer(sidecar.url, "live", token=INGEST, layers=6, pause_s=0.02) as trainer,
+        opened(browser, sidecar.url) as seen,
+    ):
+        page = seen.page
+        enter(seen, sidecar.url)
+        page.get_by_role("link", name="live", exact=True).click()
+        page.get_by_role("heading", level=1, name="live").wait_for()
+        step = page.locator("dl.facts div", has_text="Step").locator("dd").first
+        before = step.inner_text()
+        page.wait_for_function(
+            "old => document.querySelector('dl.facts dd').textContent !== old", arg=before
+        )  # by itself
+        assert page.locator("#live").get_attribute("data-state") == "live"
+
+        trainer.spoil(NanGradient(trainer.step + 3))
+        page.get_by_text("skipped step", exact=False).first.wait_for()
+        assert page.get_by_text("the gradients were NaN or inf").first.is_visible()
+        page.locator("svg text.k-skip_step").first.wait_for()
+        page.locator("svg text.k-nonfinite").first.wait_for()
+
+        wait_until(
+            lambda: len([s for s in trainer.sim.state.ledger.snapshots if s.healthy]) > 1,
+            "a second healthy snapshot",
+        )
+        page.get_by_role("button", name="Roll back…", exact=True).first.click()
+        dialog = page.get_by_role("dialog")
+        assert dialog.get_by_text("Roll live back?").is_visible()
+        dialog.get_by_label("Your name").fill("bob")
+        assert not trainer.acted("rollback")  # a button alone does nothing
+        dialog.get_by_role("button", name="Roll back", exact=True).click()
+        wait_until(lambda: trainer.acted("rollback", "command"), "the rollback")
+        page.get_by_text("obeyed").first.wait_for()
+        assert page.get_by_text("by bob (ann)").first.is_visible()
+        page.locator("svg text.k-rollback").first.wait_for()
+        page.get_by_text("used by the last rollback").wait_for()
+        assert len(trainer.acted("rollback", "command")) == 1
+        assert seen.problems() == []
+
+
+def test_pause_skip_and_resume_arrive_and_are_shown(sidecar: ServeProcess, browser: Any) -> None:
+    with (
+        LiveTrainer(sidecar.url, "steered", token=INGEST, pause_s=0.02) as trainer,
+        opened(browser, sidecar.url, width=390, height=844) as seen,
+    ):
+        page = seen.page
+        enter(seen, sidecar.url, run="steered")
+
+        def press(name: str, sure: str) -> None:
+            page.get_by_role("button", name=name).first.click()
+            page.get_by_role("dialog").get_by_role("button", name=sure, exact=True).click()
+            page.get_by_role("dialog").wait_for(state="hidden")
+
+        press("Skip next step…", "Skip the next step")
+        wait_until(lambda: trainer.acted("skip_step", "command"), "the skip")
+        press("Pause automation…", "Pause automation")
+        wait_until(lambda: not trainer.sim.state.ledger.automation, "the pause")
+        page.get_by_text("Protection is off: a person paused automation.").wait_for()
+        press("Resume automation…", "Resume automation")
+        wait_until(lambda: trainer.sim.state.ledger.automation, "the resume")
+        page.get_by_text("Protection is off").wait_for(state="detached")
+
+        page.get_by_role("button", name="Halt…").click()
+        page.keyboard.press("Escape")
+        page.get_by_role("dialog").wait_for(state="hidden")
+        assert page.evaluate("document.activeElement.textContent") == "Halt…"
+        assert not trainer.sim.halted
+        assert seen.problems() == []
+
+
+def test_an_incident_is_acknowledged_and_silenced_from_the_page(
+    sidecar: ServeProcess, browser: Any
+) -> None:
+    with (
+        LiveTrainer(
+            sidecar.url, "flagged", token=INGEST, layers=4, pause_s=0.02, faults=[LogitGrowth(10)]
+        ),
+        opened(browser, sidecar.url) as seen,
+    ):
+        page = seen.page
+        enter(seen, sidecar.url, run="flagged")
+        page.get_by_text("Attention logits too large").wait_for()
+        assert page.get_by_text("Add QK-Norm to the named layers").is_visible()
+        page.get_by_role("button", name="Acknowledge…").click()
+        page.get_by_role("dialog").get_by_role("button", name="Acknowledge", exact=True).click()
+        page.get_by_text("acknowledged by ann").wait_for()
+        page.get_by_role("button", name="Silence…").click()
+        page.get_by_role("dialog").get_by_role("button", name="Silence", exact=True).click()
+        page.get_by_text("silenced until").wait_for()
+        assert seen.problems() == []
+
+
+def test_a_reader_is_told_that_an_order_needs_another_token(
+    finished: ServeProcess, browser: Any
+) -> None:
+    with (
+        LiveTrainer(finished.url, "read-only", token=INGEST, pause_s=0.05) as trainer,
+        opened(browser, finished.url) as seen,
+    ):
+        enter(seen, finished.url, READ, run="read-only")
+        seen.page.get_by_role("button", name="Skip next step…").first.click()
+        seen.page.get_by_role("dialog").get_by_role("button", name="Skip the next step").click()
+        alert = seen.page.get_by_role("dialog").get_by_role("alert")
+        alert.wait_for()
+        assert "one of role control" in alert.inner_text()
+        assert not trainer.acted("skip_step", "command")
+        assert [p for p in seen.problems() if "403" not in p] == []
+
+
+def test_a_wrong_token_is_refused_and_none_shows_nothing(
+    finished: ServeProcess, browser: Any
+) -> None:
+    with opened(browser, finished.url) as seen:
+        page = seen.page
+        page.goto(finished.url)
+        page.get_by_role("heading", name="A token is needed").wait_for()
+        assert "faults" not in page.content()
+        page.get_by_role("button", name="Enter a token").last.click()
+        page.locator("input[type=password]").fill("wrong-but-long-enough")
+        page.get_by_role("button", name="Use it").click()
+        page.get_by_text("does not know that token").wait_for()
+        assert seen.problems() == []
+
+
+def test_a_sidecar_that_dies_is_seen_to_be_stale_and_back(browser: Any) -> None:
+    with serving() as process, opened(browser, process.url) as seen:
+        page = seen.page
+        with LiveTrainer(process.url, "r7", pause_s=0.02):
+            page.goto(f"{process.url}/#/runs/r7")
+            page.locator("#live[data-state=live]").wait_for()
+            process.kill()
+            page.locator("#stale").wait_for(state="visible")
+            assert "Not live:" in page.locator("#stale").inner_text()
+            assert page.locator("body.stale").count() == 1
+            process.start(process.port)
+            page.locator("#live[data-state=live]").wait_for()
+            page.locator("#stale").wait_for(state="hidden")
+        outside = [u for u in seen.requests if not u.startswith(seen.origin)]
+        assert (outside, page.evaluate("window.violated")) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("run", "there", "not_there"),
+    [
+        ("one-step", ["step 0: "], ["NaN"]),
+        ("no-columns", ["Not measured so far."], ["0 layers", "NaN"]),
+        ("nan-loss", ["NaN", "no finite value in this range"], ["Loss 0", "undefined"]),
+        ("observing", ["only observing, would have skipped"], ["undefined"]),
+        (
+            "nothing-yet",
+            ["no step has reported a loss yet", "has registered and not reported a step"],
+            ["NaN"],
+        ),
+        ("faults", ["skipped step 90", "Add QK-Norm"], ["undefined", "null"]),
+    ],
+)
+def test_odd_runs_look_right(
+    finished: ServeProcess, browser: Any, run: str, there: list[str], not_there: list[str]
+) -> None:
+    with opened(browser, finished.url) as seen:
+        enter(seen, finished.url)
+        go(seen, run)
+        for text in there:
+            seen.page.get_by_text(text).first.wait_for()
+        shown = seen.page.locator("main").inner_text()
+        for text in [*not_there, "undefined", "[object"]:
+            assert text not in shown, text
+        assert seen.problems() == []
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
+def test_axe_finds_nothing_serious_and_nothing_overflows(
+    finished: ServeProcess, browser: Any, width: int, dark: bool, tmp_path: Path
+) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    axe = Axe()
+    with opened(browser, finished.url, width=width, height=844, dark=dark) as seen:
+        page = seen.page
+
+        def check(where: str) -> None:
+            found = axe.run(page)
+            serious = [
+                (v["id"], v["impact"], [n["html"][:160] for n in v["nodes"]][:3])
+                for v in found.response["violations"]
+                if v["impact"] in ("serious", "critical") and v["id"] not in NOT_ASKED
+            ]
+            assert serious == [], where
+            over = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert over <= 0, f"{where}: {over} px wider than the window"
+
+        enter(seen, finished.url)
+        page.get_by_role("table", name="Runs").wait_for()
+        check("runs")
+        for run in ("faults", "nothing-yet", "nan-loss"):
+            go(seen, run)
+            for one in page.locator("details").all():
+                one.locator("summary").click()
+            check(run)
+        with LiveTrainer(finished.url, f"dialog-{width}-{dark}", token=INGEST, pause_s=0.05):
+            go(seen, f"dialog-{width}-{dark}")
+            page.get_by_role("button", name="Scale learning rate…").click()
+            page.get_by_role("dialog").wait_for()
+            check("dialog")
+        assert [p for p in seen.problems() if "axe" not in p] == []
+
+
+def test_the_charts_can_be_walked_with_the_keyboard(finished: ServeProcess, browser: Any) -> None:
+    with opened(browser, finished.url) as seen:
+        page = seen.page
+        enter(seen, finished.url)
+        go(seen, "faults")
+        chart = page.get_by_role("slider", name="Gradient norm before clipping")
+        chart.focus()
+        page.keyboard.press("Home")
+        assert chart.get_attribute("aria-valuetext").startswith("step 0: ")
+        values = []
+        for _ in range(90):
+            page.keyboard.press("ArrowRight")
+        values = [chart.get_attribute("aria-valuetext")]
+        assert values[0].startswith("step 90: NaN")
+        assert "skipped" in values[0]
+        page.keyboard.press("End")
+        assert int(chart.get_attribute("aria-valuenow")) == 259
+        assert seen.problems() == []
+
+
+def test_what_the_page_asks_for_is_bounded_whatever_the_runs_length(
+    finished: ServeProcess, browser: Any
+) -> None:
+    with opened(browser, finished.url) as seen:
+        enter(seen, finished.url)
+        go(seen, "faults")
+        seen.page.get_by_role("button", name="all", exact=True).click()
+        with seen.page.expect_response(lambda r: "/layers" in r.url):
+            pass
+        asked = [u for u in seen.requests if "/series?" in u or "/layers?" in u]
+        assert len(asked) >= 6
+        for url in asked:
+            assert 0 < int(url.split("points=")[1].split("&")[0]) <= 1500
