@@ -68,10 +68,11 @@ class Listener:
 
     async def next(self, timeout_s: float) -> list[Event]:
         """What has come since the last call; empty after `timeout_s` of silence."""
-        try:
-            await asyncio.wait_for(self._wake.wait(), timeout_s)
-        except TimeoutError:
-            return []
+        if not self._wake.is_set():
+            try:
+                await asyncio.wait_for(self._wake.wait(), timeout_s)
+            except TimeoutError:
+                return []
         self._wake.clear()
         found = []
         if self.lost:
