@@ -429,6 +429,25 @@ def test_an_abandoned_save_leaves_nothing_and_the_next_one_tries_again(
     assert {rank.disk.trouble for rank in pair.ranks} == {""}
 
 
+def test_a_commit_that_fails_abandons_the_save_on_all(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "commit", full)
+    pair.offer(50, 0)
+    pair.ranks[0].disk.commit(50)
+    failed = pair.ranks[0].event()
+    assert failed == Failed(50, "No space left on device")
+    assert inspect_snapshot(pair.path(50, 0)).health is Health.TORN
+    pair.abandon(50)
+    pair.settle()
+    assert list_snapshots(pair.directory) == []
+    monkeypatch.undo()
+    pair.save(51, 1)
+
+
 def test_what_a_slow_rank_says_of_an_abandoned_save_is_not_heard(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

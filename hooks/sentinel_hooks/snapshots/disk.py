@@ -707,6 +707,7 @@ class DiskStore:
                     )
                 time.sleep(0.05)
             names = [] if adopted else [files.merge(path, ranks)]
+            store.sync_directory(path)  # COMMIT may not be on the disk before what it speaks of
             values = {**self._values, "step": step, "attempt": pending.attempt}
             store.commit(path, ranks, values, names)
         except Exception as error:  # noqa: BLE001  as in _save()
