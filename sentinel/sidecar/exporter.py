@@ -25,8 +25,9 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from sentinel.core.catalog import CATALOG, PROTECTIONS, RUN_STATES, Kind, MetricSpec
-from sentinel.core.state import Ledger
+from sentinel.core import exposition
+from sentinel.core.catalog import CATALOG, RUN_STATES, Kind, MetricSpec
+from sentinel.core.exposition import SIGNALS, Sample, labels, number, one, table
 from sentinel.core.types import NOT_MEASURED, Column, IncidentState
 from sentinel.sidecar.runs import Histogram, Run
 from sentinel.sidecar.service import Service
@@ -39,14 +40,7 @@ STICKY = 1.25
 QUANTILES = (0.0, 0.5, 0.9, 1.0)
 ENDED_S, LOST_S = 600.0, 3600.0
 TURN_S = 0.002
-SIGNALS = (
-    "layer_grad_norm",
-    "layer_update_ratio",
-    "layer_attention_max_logit",
-    "layer_activation_rms",
-)
 
-Sample = tuple[tuple[str, ...], float | None]
 Source = Callable[[Run, float], Iterable[Sample]]
 
 
@@ -55,25 +49,6 @@ class Layers(StrEnum):
 
     TOP = "top"
     ALL = "all"
-
-
-def number(value: float) -> str:
-    """A value as Prometheus writes it."""
-    if math.isfinite(value):
-        return repr(float(value))
-    if math.isnan(value):
-        return "NaN"
-    return "+Inf" if value > 0 else "-Inf"
-
-
-def escape(label: str) -> str:
-    """A label's value between its quotes."""
-    return label.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def _labels(names: Iterable[str], values: Iterable[str]) -> str:
-    pairs = [f'{n}="{escape(v)}"' for n, v in zip(names, values, strict=True)]
-    return "{" + ",".join(pairs) + "}" if pairs else ""
 
 
 async def render(
@@ -135,14 +110,14 @@ def _head(spec: MetricSpec, openmetrics: bool) -> str:
 
 def _of_sidecar(spec: MetricSpec, service: Service, now: float, version: str) -> Iterator[str]:
     if spec.name == "build_info":
-        yield f"{spec.full_name}{_labels(spec.labels, (version,))} 1.0"
+        yield f"{spec.full_name}{labels(spec.labels, (version,))} 1.0"
     elif spec.kind is Kind.HISTOGRAM:
         for values, histogram in SIDECAR_HISTOGRAMS[spec.name](service):
             yield from _histogram(spec, spec.labels, values, histogram)
     else:
         for values, value in SIDECAR[spec.name](service, now):
             if value is not None:
-                yield f"{spec.full_name}{_labels(spec.labels, values)} {number(value)}"
+                yield f"{spec.full_name}{labels(spec.labels, values)} {number(value)}"
 
 
 def _renderer(spec: MetricSpec, layers: Layers) -> Callable[[Run, float], str]:
@@ -178,7 +153,7 @@ def _prefix(run: Run, name: str, label_names: tuple[str, ...], values: tuple[str
     if found is None:
         if len(run.lines) > MOST_LINES:
             run.lines.clear()
-        found = f"{name}{_labels(label_names, (run.name, *values))} "
+        found = f"{name}{labels(label_names, (run.name, *values))} "
         run.lines[key] = found
     return found
 
@@ -190,7 +165,7 @@ def _histogram(
     spec: MetricSpec, names: tuple[str, ...], values: tuple[str, ...], histogram: Histogram
 ) -> Iterator[str]:
     name, under = spec.full_name, 0
-    given = _labels(names, values)
+    given = labels(names, values)
     open_ = given[:-1] + "," if given else "{"
     for bound, count in zip(spec.buckets, histogram.counts or [0] * len(spec.buckets), strict=True):
         under += count
@@ -215,7 +190,7 @@ def _layer_lines(name: str, column: str, run: Run, layers: Layers) -> str:
         if len(run.lines) > MOST_LINES:
             run.lines.clear()
         table = [run.layers[at].name for at in chosen.tolist()]
-        each = [f"{name}{_labels(('run', 'layer'), (run.name, one))} " for one in table]
+        each = [f"{name}{labels(('run', 'layer'), (run.name, one))} " for one in table]
         pattern = "".join([line.replace("%", "%%") + "%.7g\n" for line in each])
         run.lines[key] = pattern
     if bool(np.isfinite(picked).all()):
@@ -281,49 +256,11 @@ def _quantiles(run: Run, now: float) -> Iterable[Sample]:
                 yield (name, f"{quantile:g}"), float(finite[at])
 
 
-# ---- where each metric comes from ------------------------------------------------------
-
-
-def _one(value: float | bool | None) -> Iterable[Sample]:
-    return (((), None if value is None else float(value)),)
-
-
-def _table(counts: Iterable[tuple[str, int]]) -> Iterable[Sample]:
-    return [((key,), float(count)) for key, count in counts]
-
-
-def _split(counts: Iterable[tuple[str, int]]) -> Iterable[Sample]:
-    """Counts by "a/b" as two labels."""
-    found: list[Sample] = []
-    for key, count in counts:
-        first, _, second = key.partition("/")
-        found.append(((first, second), float(count)))
-    return found
-
-
-def _states(all_: Iterable[str], current: str) -> Iterable[Sample]:
-    return [((state,), float(state == current)) for state in all_]
-
-
-def _ledger(run: Run) -> Ledger | None:
-    return None if run.state is None else run.state.ledger
-
-
-def _protection(run: Run, now: float) -> Iterable[Sample]:
-    guarded = run.decision is not None and run.run_state == "running"
-    current = str(run.decision.readings.protection) if guarded and run.decision else "off"
-    return _states(PROTECTIONS, current)
-
-
-def _info(run: Run, now: float) -> Iterable[Sample]:
-    policy = run.policy
-    labels = (policy.name, str(policy.mode), str(run.engine_version), run.incarnation)
-    return ((labels, 1.0),)
+# ---- where each metric comes from: the sidecar's own view, beside core.exposition's ------
 
 
 def _incidents(run: Run, now: float) -> Iterable[Sample]:
-    ledger = _ledger(run)
-    if ledger is None:
+    if run.state is None:
         return ()
     silenced = {key for key, until in run.silenced.items() if until > now}
     open_ = Counter(
@@ -333,112 +270,41 @@ def _incidents(run: Run, now: float) -> Iterable[Sample]:
             else str(i.state),
             str(i.severity),
         )
-        for i in ledger.incidents
+        for i in run.state.ledger.incidents
     )
     return [(key, float(count)) for key, count in sorted(open_.items())]
 
 
-def _last_good(run: Run, now: float) -> Iterable[Sample]:
-    ledger = _ledger(run)
-    healthy = [] if ledger is None else [s.step for s in ledger.snapshots if s.healthy]
-    return _one(max(healthy) if healthy else None)
-
-
-def _paused(run: Run, now: float) -> Iterable[Sample]:
-    ledger = _ledger(run)
-    return _one(None if ledger is None else not ledger.automation)
-
-
 def _steps(run: Run, now: float) -> Iterable[Sample]:
-    ledger = _ledger(run)
-    return _one(run.seen.count if ledger is None else ledger.counters.steps)
+    return one(run.seen.count if run.state is None else run.state.ledger.counters.steps)
 
 
 def _skipped(run: Run, now: float) -> Iterable[Sample]:
-    ledger = _ledger(run)
-    return _table(sorted(run.own.items()) if ledger is None else ledger.counters.skipped)
-
-
-def _counted(get: Callable[[Ledger], Iterable[Sample]]) -> Source:
-    def source(run: Run, now: float) -> Iterable[Sample]:
-        ledger = _ledger(run)
-        return () if ledger is None else get(ledger)
-
-    return source
-
-
-def _seen(name: str) -> Source:
-    def source(run: Run, now: float) -> Iterable[Sample]:
-        value = None if run.observation is None else getattr(run.observation, name)
-        return _one(value)
-
-    return source
-
-
-def _reading(name: str) -> Source:
-    def source(run: Run, now: float) -> Iterable[Sample]:
-        value = None if run.decision is None else getattr(run.decision.readings, name)
-        return _one(value)
-
-    return source
-
-
-def _gauge(name: str) -> Source:
-    return lambda run, now: _one(run.counts.gauges.get(name))
+    if run.state is None:
+        return table(sorted(run.own.items()))
+    return table(run.state.ledger.counters.skipped)
 
 
 SOURCES: dict[str, Source] = {
-    "run_info": _info,
-    "run_state": lambda run, now: _states(RUN_STATES, run.run_state),
-    "protection": _protection,
-    "automation_paused": _paused,
-    "step": _seen("step"),
-    "attempt": _counted(lambda ledger: _one(ledger.attempt)),
-    "last_report_timestamp_seconds": lambda run, now: _one(run.last_report),
-    "report_interval_seconds": lambda run, now: _one(run.interval_s),
-    "loss": _seen("loss"),
-    "loss_spike_score": _reading("spike_score"),
-    "loss_spike_score_window_max": lambda run, now: _one(run.score_max.value(now)),
-    "learning_rate": _seen("lr"),
-    "learning_rate_factor": lambda run, now: _one(
-        None if run.decision is None else run.decision.lr_factor
-    ),
-    "loss_scale": _seen("loss_scale"),
-    "grad_norm": _seen("grad_norm"),
-    "grad_norm_baseline": _reading("norm_baseline"),
-    "grad_norm_window_max": lambda run, now: _one(run.norm_max.value(now)),
-    "attention_max_logit_window_max": lambda run, now: _one(run.logit_max.value(now)),
-    "layer_quantile": _quantiles,
-    "last_good_snapshot_step": _last_good,
+    **exposition.SOURCES,
     "incidents": _incidents,
     "steps_total": _steps,
     "skipped_steps_total": _skipped,
-    "rollbacks_total": _counted(lambda ledger: _split(ledger.counters.rollbacks)),
-    "would_act_total": _counted(lambda ledger: _split(ledger.counters.would)),
-    "lost_steps_total": _counted(lambda ledger: _one(ledger.counters.lost_steps)),
-    "nonfinite_steps_total": _counted(lambda ledger: _table(ledger.counters.nonfinite)),
-    "loss_spike_steps_total": _counted(lambda ledger: _one(ledger.counters.spike_steps)),
-    "flags_total": _counted(lambda ledger: _table(ledger.counters.flags)),
-    "decisions_total": lambda run, now: _table(sorted(run.decided.items())),
-    "decision_misses_total": lambda run, now: _table(sorted(run.counts.misses.items())),
-    "decision_mismatches_total": lambda run, now: _one(run.counts.mismatches),
+    "report_interval_seconds": lambda run, now: one(run.interval_s),
+    "layer_quantile": _quantiles,
+    "decisions_total": lambda run, now: table(sorted(run.decided.items())),
+    "decision_misses_total": lambda run, now: table(sorted(run.counts.misses.items())),
+    "decision_mismatches_total": lambda run, now: one(run.counts.mismatches),
     "reports_dropped_total": lambda run, now: ((("buffer_full",), float(run.counts.dropped)),),
-    "report_holes": lambda run, now: _one(run.seen.missing),
-    "memory_bytes": lambda run, now: [
-        ((key.partition("/")[2],), value)
-        for key, value in sorted(run.counts.gauges.items())
-        if key.startswith("memory_bytes/")
-    ],
-    "tokens_per_second": _gauge("tokens_per_second"),
-    "clipped_step_ratio": _gauge("clipped_step_ratio"),
-    "second_writers_refused": lambda run, now: _one(len(run.refused)),
-    "reports_late_total": lambda run, now: _one(run.late),
-    "state_handovers_total": lambda run, now: _one(run.handovers),
+    "report_holes": lambda run, now: one(run.seen.missing),
+    "second_writers_refused": lambda run, now: one(len(run.refused)),
+    "reports_late_total": lambda run, now: one(run.late),
+    "state_handovers_total": lambda run, now: one(run.handovers),
     "internal_errors_total": lambda run, now: [
-        *_table((f"sidecar_{where}", count) for where, count in sorted(run.errors.items())),
-        *_table(sorted(run.counts.internal_errors.items())),
+        *table((f"sidecar_{where}", count) for where, count in sorted(run.errors.items())),
+        *table(sorted(run.counts.internal_errors.items())),
     ],
-    "decision_longest_wait_seconds": lambda run, now: _one(run.counts.longest_wait_s),
+    "decision_longest_wait_seconds": lambda run, now: one(run.counts.longest_wait_s),
 }
 HISTOGRAMS: dict[str, Callable[[Run], Histogram]] = {
     "decision_duration_seconds": lambda run: run.duration,
@@ -455,15 +321,15 @@ SIDECAR: dict[str, Callable[[Service, float], Iterable[Sample]]] = {
     "sidecar_requests_total": lambda service, now: [
         (key, float(count)) for key, count in sorted(service.health.requests.items())
     ],
-    "sidecar_loop_lag_window_max_seconds": lambda service, now: _one(service.health.lag.value(now)),
-    "sidecar_listeners": lambda service, now: _one(len(service.hub.listeners)),
-    "sidecar_database_queue": lambda service, now: _one(service.store.database.waiting),
-    "sidecar_database_errors_total": lambda service, now: _one(service.store.database.failed),
-    "sidecar_store_trouble": lambda service, now: _one(bool(service.store.trouble)),
-    "sidecar_store_bytes": lambda service, now: _one(service.store.bytes),
-    "sidecar_lost_records_total": lambda service, now: _one(service.store.lost_records),
-    "sidecar_dropped_segments_total": lambda service, now: _one(service.store.dropped_segments),
-    "sidecar_job_errors_total": lambda service, now: _table(
+    "sidecar_loop_lag_window_max_seconds": lambda service, now: one(service.health.lag.value(now)),
+    "sidecar_listeners": lambda service, now: one(len(service.hub.listeners)),
+    "sidecar_database_queue": lambda service, now: one(service.store.database.waiting),
+    "sidecar_database_errors_total": lambda service, now: one(service.store.database.failed),
+    "sidecar_store_trouble": lambda service, now: one(bool(service.store.trouble)),
+    "sidecar_store_bytes": lambda service, now: one(service.store.bytes),
+    "sidecar_lost_records_total": lambda service, now: one(service.store.lost_records),
+    "sidecar_dropped_segments_total": lambda service, now: one(service.store.dropped_segments),
+    "sidecar_job_errors_total": lambda service, now: table(
         sorted(service.health.job_errors.items())
     ),
 }

@@ -10,7 +10,8 @@ Threads: the event loop's.
 from __future__ import annotations
 
 from sentinel.core.catalog import DURATIONS_S
-from sentinel.sidecar.runs import Histogram, WindowMax
+from sentinel.core.exposition import WindowMax
+from sentinel.sidecar.runs import Histogram
 
 ROUTES = ("steps", "register", "state", "close", "commands", "metrics", "read", "other")
 

@@ -23,7 +23,6 @@ Errors:  RefusedError, which the routes turn into a Refused message.
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -38,6 +37,7 @@ from sentinel.core import engine
 from sentinel.core.catalog import DECISIONS_S
 from sentinel.core.errors import ProtocolError, SentinelError, StateError
 from sentinel.core.events import Event, Restored, SnapshotTaken
+from sentinel.core.exposition import WindowMax
 from sentinel.core.policy import Policy
 from sentinel.core.state import ENGINE_VERSION, Incident, State, Stats
 from sentinel.core.types import (
@@ -83,7 +83,6 @@ from sentinel.wire.messages import (
 logger = logging.getLogger(__name__)
 
 RECENT = 256  # rows of the newest steps, for people; the series are on disk
-WINDOW_S = 60.0  # window maxima cover one to two of these
 COMMAND_TTL_S = 600.0
 CADENCES = 10.0  # a run is lost after so many of its own usual intervals, if that is longer
 MOST_SIZE = 2**63
@@ -103,34 +102,6 @@ class RefusedError(SentinelError):
         self.code = code
         self.detail = detail
         self.status = status
-
-
-class WindowMax:
-    """The largest value of the last one to two windows; NaN counts as nothing."""
-
-    def __init__(self) -> None:
-        self._window = -1
-        self._now = self._before = -math.inf
-
-    def add(self, value: float | None, now: float) -> None:
-        """Note a value."""
-        self._turn(now)
-        if value is not None and value > self._now:
-            self._now = value
-
-    def value(self, now: float) -> float | None:
-        """The maximum, None when nothing came."""
-        self._turn(now)
-        most = max(self._now, self._before)
-        return None if most == -math.inf else most
-
-    def _turn(self, now: float) -> None:
-        window = int(now // WINDOW_S)
-        if window == self._window:
-            return
-        self._before = self._now if window == self._window + 1 else -math.inf
-        self._now = -math.inf
-        self._window = window
 
 
 @dataclass(slots=True)
@@ -244,6 +215,11 @@ class Run:
     norm_max: WindowMax = field(default_factory=WindowMax)
     score_max: WindowMax = field(default_factory=WindowMax)
     logit_max: WindowMax = field(default_factory=WindowMax)
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """What the trainer measures besides, by metric name."""
+        return self.counts.gauges
 
     @property
     def decides(self) -> bool:
@@ -1337,6 +1313,7 @@ def details(run: Run, now: float) -> dict[str, Any]:
         "misses": run.counts.misses,
         "mismatches": run.counts.mismatches,
         "longest_wait_s": run.counts.longest_wait_s,
+        "gauges": run.counts.gauges,
         "state_handovers": run.handovers,
         "second_writers_refused": run.refused,
         "orders": [
