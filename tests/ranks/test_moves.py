@@ -1,0 +1,118 @@
+"""Attaching twice, detaching on one rank, attaching again; a rollback that one rank cannot do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import judge
+from tests.ranks.test_together import LOOP, TROUBLE, hashes
+from tests.support.ranks import Ranks, Report
+from tests.support.sidecars import serving
+
+pytestmark = [pytest.mark.torch, pytest.mark.e2e]
+
+
+def run(ranks: Ranks, world: str, size: int = 2, **args: Any) -> Report:
+    args = {"world": world, "attach": "all", "timeout_s": 6.0, **args}
+    report = ranks.run(LOOP, size, args=args)
+    report.ended_well()
+    judge.groups_work(report)
+    judge.together(report, replicated=world != "fsdp")
+    return report
+
+
+def protection(report: Report, t: int) -> set[str]:
+    return {s["protection"] for r in report.ranks for s in r.said("step") if s["t"] == t}
+
+
+def test_attaching_twice_is_refused_on_every_rank_and_harms_nobody(ranks: Ranks) -> None:
+    report = run(ranks, "ddp", moves={"5": "attach-twice"}, nan={"9": 1}, steps=14)
+    for rank in report.ranks:
+        assert "attached already" in rank.last("moved")["refused"]
+        assert judge.acted(rank) == {9: (True, 1.0, None)}
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_detached_on_one_rank_the_others_switch_off_and_say_so(ranks: Ranks, gone: int) -> None:
+    bare = run(ranks, "ddp", steps=20, attach="none")
+    report = run(ranks, "ddp", steps=20, moves={"8": f"detach:{gone}"})
+    assert hashes(report) == hashes(bare)
+    assert "off" not in protection(report, 7)
+    assert protection(report, 10) == {"off"}
+    stayed = report.ranks[1 - gone].last("end")["status"]
+    assert "rank" in stayed["why"], stayed["why"]
+
+
+def test_detached_and_attached_again_it_acts_as_before(ranks: Ranks) -> None:
+    moves = {"5": "detach", "8": "attach"}
+    report = run(ranks, "ddp", moves=moves, nan={"6": 0, "11": 1}, steps=16, rows=4)
+    for rank in report.ranks:
+        # The NaN that came while nobody watched has damaged everything: but it is not ours.
+        assert 6 not in judge.acted(rank)
+        assert rank.said("moved")[1]["refused"] == ""
+
+
+def test_attached_again_a_nan_is_skipped_on_all(ranks: Ranks) -> None:
+    moves = {"5": "detach", "8": "attach"}
+    report = run(ranks, "fsdp", moves=moves, nan={"11": 1}, steps=16)
+    for rank in report.ranks:
+        assert judge.acted(rank) == {11: (True, 1.0, None)}
+
+
+LOAD = "snapshots.ram.RamStore.prepare:entry"
+
+
+@pytest.mark.parametrize("world", ["ddp", "fsdp"])
+def test_when_one_rank_cannot_load_all_take_the_next_older_snapshot(
+    ranks: Ranks, world: str
+) -> None:
+    fault = {"kind": "raise", "rank": 1, "step": 30, "place": LOAD}
+    report = run(ranks, world, 4, **TROUBLE, faults=[fault])
+    assert report.ranks[1].last("fault")["place"] == LOAD
+    for rank in report.ranks:
+        acted = judge.acted(rank)
+        assert acted[32][2] is not None
+        assert 0 <= acted[32][2] < 24
+    by_hand = run(
+        ranks, world, 4, **{**TROUBLE, "attach": "none"}, script=judge.script(report.ranks[0])
+    )
+    assert hashes(report) == hashes(by_hand)
+
+
+def test_when_one_rank_can_load_nothing_no_rank_moves_a_bit(ranks: Ranks) -> None:
+    fault = {"kind": "raise", "rank": 2, "step": 30, "place": LOAD, "always": True}
+    report = run(ranks, "ddp", 4, **TROUBLE, faults=[fault])
+    for rank in report.ranks:
+        assert all(a[2] is None for a in judge.actions(rank).values())
+        steps = {s["t"]: s for s in rank.said("step")}
+        assert steps[32]["entered"] == steps[31]["hash"]
+
+
+def test_one_collective_a_step(ranks: Ranks) -> None:
+    report = run(ranks, "ddp", 4, steps=24, count=True)
+    for rank in report.ranks:
+        said = rank.said("collectives")
+        counts = [{k: v for k, v in s.items() if k not in ("what", "t")} for s in said]
+        assert counts == [{"allreduce": 1}] * 24
+
+
+def test_with_a_sidecar_one_broadcast_more(ranks: Ranks) -> None:
+    with serving() as sidecar:
+        options = {"sidecar": sidecar.url, "decide": "sidecar"}
+        report = run(ranks, "ddp", 4, steps=24, count=True, nan={"12": 2}, options=options)
+    for rank in report.ranks:
+        assert judge.acted(rank) == {12: (True, 1.0, None)}
+        said = rank.said("collectives")
+        counts = [{k: v for k, v in s.items() if k not in ("what", "t")} for s in said]
+        assert counts == [{"allreduce": 1, "broadcast": 1}] * 24
+
+
+def test_a_dead_sidecar_is_dead_for_all_ranks_alike(ranks: Ranks) -> None:
+    with serving() as sidecar:
+        url = sidecar.url
+    options = {"sidecar": url, "decide": "sidecar"}
+    report = run(ranks, "ddp", 4, **TROUBLE, options=options)
+    for rank in report.ranks:
+        assert [t for t, a in judge.acted(rank).items() if a[0]] == [12, 28, 29, 30, 31]
