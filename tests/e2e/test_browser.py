@@ -268,6 +268,25 @@ def test_odd_runs_look_right(
         assert seen.problems() == []
 
 
+def test_memory_by_kind_is_shown_where_it_is_measured(finished: ServeProcess, browser: Any) -> None:
+    with opened(browser, finished.url) as seen:
+
+        def measured(route: Any) -> None:
+            answer = route.fetch()
+            kinds = {"memory_bytes/weights": 2.5 * 2**30, "memory_bytes/optimizer": 5 * 2**30}
+            told = {**answer.json(), "gauges": kinds | {"tokens_per_second": 41_000.0}}
+            route.fulfill(response=answer, json=told)
+
+        seen.page.route("**/v1/runs/faults", measured)
+        enter(seen, finished.url)
+        go(seen, "faults")
+        table = seen.page.get_by_role("table", name="Memory by kind")
+        table.wait_for()
+        assert table.locator("tbody tr").all_inner_texts()[0].split() == ["optimizer", "5.0", "GiB"]
+        assert "Tokens per second" in seen.page.locator("dl.facts").inner_text()
+        assert seen.problems() == []
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
 def test_axe_finds_nothing_serious_and_nothing_overflows(

@@ -10,6 +10,7 @@ import { shown, step as stepText } from "/assets/words.js";
 // ---- scales ---------------------------------------------------------------------------
 
 const PAD = { left: 56, right: 12, bottom: 22 };
+const PENS = 5; // styles of lines in style.css
 const ABOVE = { marked: 38, plain: 12 };
 const LANES = { spike: 30, nonfinite: 30 }; // the others stand above, so that both can be read
 
@@ -163,9 +164,9 @@ export class LineChart {
         pen.open = true; pen.run += 1;
       }
       if (pen.run === 1) pen.dots.push(x.length - 1);
-      svg.append(s("path", { class: `line s${n}`, d: pen.d || "M0 0" }));
+      svg.append(s("path", { class: `line s${n % PENS}`, d: pen.d || "M0 0" }));
       for (const i of pen.dots) {
-        svg.append(s("circle", { class: `dot s${n}`, cx: px(x[i]), cy: scale.at(line.y[i]), r: 3 }));
+        svg.append(s("circle", { class: `dot s${n % PENS}`, cx: px(x[i]), cy: scale.at(line.y[i]), r: 3 }));
       }
     });
     this.pointer = s("g", { class: "cursor" });
@@ -252,7 +253,7 @@ export class LineChart {
     lines.forEach((line, n) => {
       const v = line.y[i];
       if (this.scale && v !== null && v !== undefined && Number.isFinite(v)) {
-        this.pointer.append(s("circle", { class: `dot s${n}`, cx: px, cy: this.scale.at(v), r: 4 }));
+        this.pointer.append(s("circle", { class: `dot s${n % PENS}`, cx: px, cy: this.scale.at(v), r: 4 }));
       }
     });
   }
@@ -260,7 +261,7 @@ export class LineChart {
 
 function swatch(n) {
   return s("svg", { width: 26, height: 8, class: "swatch", "aria-hidden": "true" },
-    s("line", { class: `line s${n}`, x1: 0, x2: 26, y1: 4, y2: 4 }));
+    s("line", { class: `line s${n % PENS}`, x1: 0, x2: 26, y1: 4, y2: 4 }));
 }
 
 // ---- heat maps ------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import { badge, confirmDialog, nameField, sender, since, unknown } from "/assets
 import { RANGES, loadMap, loadSeries } from "/assets/series.js";
 import {
   ADVICE, DASH, INCIDENT_STATES, ORDERS, ORDER_STATES, PROTECTIONS, PROTECTION_MEANS, SEVERITIES,
-  STATES, because, deeds, number, shown, step, title,
+  STATES, because, bytes, deeds, number, shown, step, title,
 } from "/assets/words.js";
 
 const MAPS = [
@@ -16,7 +16,8 @@ const MAPS = [
   { signal: "layer_update_ratio", title: "Update-to-weight ratio by layer", log: true },
   { signal: "layer_activation_rms", title: "Activation RMS by layer", log: true },
 ];
-const SERIES_EVERY_MS = 2000, MAPS_EVERY_MS = 10000, MAP_COLUMNS = 300, RECENT_ROWS = 50;
+const MEMORY = ["weights", "gradients", "optimizer", "activations", "other"]; // what adds up
+const SERIES_EVERY_MS = 2000, MAPS_EVERY_MS = 10000, MAP_COLUMNS = 300, MEMORY_KEPT = 600, RECENT_ROWS = 50;
 
 export class RunView {
   constructor(name, refresh) {
@@ -34,6 +35,8 @@ export class RunView {
     this.loss = new LineChart({ title: "Loss", format: (v) => shown(v), empty: "no step has reported a loss yet" });
     this.norm = new LineChart({ title: "Gradient norm before clipping", log: true, empty: "no step has reported a gradient norm yet" });
     this.maps = MAPS.map((options) => ({ ...options, map: new HeatMap(options), box: h("div", {}) }));
+    this.memory = new LineChart({ title: "Memory", format: bytes, least: 0, height: 180 });
+    this.memoryPast = { x: [], y: {} };
     this.recent = h("details", { class: "table", ontoggle: () => this.#recentTable() },
       h("summary", {}, "The newest steps as a table"),
       this.recentRows = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The newest steps" }));
@@ -79,7 +82,7 @@ export class RunView {
     this.#orders();
     this.#incidents();
     this.#snapshots();
-    replace(this.spots.memory, h("p", { class: "empty" }, "Not measured so far."));
+    this.#memory();
     if (this.loaded - this.seriesAt >= SERIES_EVERY_MS) {
       this.seriesAt = this.loaded;
       this.series = await loadSeries(this.name, about.step, this.range, this.incidents, this.#points());
@@ -124,6 +127,8 @@ export class RunView {
       fact("Skipped", total(counters.skipped) || (run.ledger ? "none" : DASH)),
       fact("Rolled back", total(counters.rollbacks) || (run.ledger ? "never" : DASH), ledger.last_target !== null && ledger.last_target !== undefined && total(counters.rollbacks) ? `last to step ${step(ledger.last_target)}` : null),
       fact("Healthy snapshot", healthy.length ? step(Math.max(...healthy)) : run.ledger ? "none" : DASH, healthy.length ? "newest" : null),
+      run.gauges?.tokens_per_second === undefined ? null : fact("Tokens per second", shown(run.gauges.tokens_per_second)),
+      run.gauges?.clipped_step_ratio === undefined ? null : fact("Clipped steps", `${shown(100 * number(run.gauges.clipped_step_ratio), 3)} %`),
       fact("Last report", run.step === null ? "none yet" : since(Date.now() - run.last_report_s_ago * 1000)),
       fact("Policy", run.policy, run.mode === "observe" ? "only observing" : null),
     ));
@@ -293,6 +298,40 @@ export class RunView {
             ledger.last_target === one.step ? badge(["◆", "mute", "used by the last rollback"]) : null)),
           h("td", { role: "cell", "data-label": "Steps ago" }, now === null ? DASH : step(now + 1 - one.step)),
           h("td", { role: "cell" }, one.healthy && state === "running" ? h("button", { type: "button", class: "small", "data-key": `back-${one.step}`, "aria-label": `Roll back to step ${one.step}…`, onclick: () => this.#rollback(one.step) }, "Roll back…") : null)))))));
+  }
+
+  // The newest values, and how they went since the page was opened: they are no series of their own.
+  #memory() {
+    const gauges = this.about.gauges ?? {}, at = this.about.step;
+    const kinds = Object.keys(gauges).filter((key) => key.startsWith("memory_bytes/")).map((key) => key.slice("memory_bytes/".length));
+    if (!kinds.length) {
+      replace(this.spots.memory, h("p", { class: "empty" }, "Not measured so far."));
+      return;
+    }
+    const value = (kind) => number(gauges[`memory_bytes/${kind}`]);
+    const past = this.memoryPast;
+    if (at !== null && past.x[past.x.length - 1] !== at) {
+      past.x.push(at);
+      for (const kind of kinds) {
+        past.y[kind] ??= Array(past.x.length - 1).fill(null);
+        past.y[kind].push(value(kind));
+      }
+      for (const y of Object.values(past.y)) while (y.length < past.x.length) y.push(null);
+    }
+    if (past.x.length > MEMORY_KEPT) {
+      past.x.shift();
+      for (const y of Object.values(past.y)) y.shift();
+    }
+    const most = Math.max(...kinds.map((kind) => value(kind) ?? 0), 1);
+    const rows = [...kinds].sort((a, b) => (value(b) ?? 0) - (value(a) ?? 0)).map((kind) => {
+      const bar = h("div", { class: "bar", "aria-hidden": "true" });
+      bar.style.inlineSize = `${Math.max(0, (100 * (value(kind) ?? 0)) / most)}%`;
+      return h("tr", {}, h("th", { scope: "row" }, kind.replaceAll("_", " ")), h("td", {}, bytes(value(kind))), h("td", { class: "wide" }, bar));
+    });
+    replace(this.spots.memory,
+      h("table", { "aria-label": "Memory by kind" }, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Kind"), h("th", { scope: "col" }, "Newest"), h("td", {}))), h("tbody", {}, rows)),
+      past.x.length > 1 ? [h("p", { class: "mute" }, "Since this page was opened:"), this.memory.element] : null);
+    this.memory.update({ x: past.x, lines: MEMORY.filter((kind) => past.y[kind]).map((kind) => ({ name: kind, y: past.y[kind] })) });
   }
 
   // ---- curves ---------------------------------------------------------------------------------
