@@ -212,14 +212,15 @@ class Run:
     orders: dict[str, Order] = field(default_factory=dict)
     silenced: dict[tuple[int, int], float] = field(default_factory=dict)  # (number, opened): until
     duration: Histogram = field(default_factory=Histogram)
+    scalars: Mapping[str, float] = field(default_factory=dict)  # of the newest step with any
     norm_max: WindowMax = field(default_factory=WindowMax)
     score_max: WindowMax = field(default_factory=WindowMax)
     logit_max: WindowMax = field(default_factory=WindowMax)
 
     @property
     def gauges(self) -> Mapping[str, float]:
-        """What the trainer measures besides, by metric name."""
-        return self.counts.gauges
+        """What the trainer measures besides, by metric name: with its step, or by itself."""
+        return self.scalars or self.counts.gauges
 
     @property
     def decides(self) -> bool:
@@ -764,6 +765,8 @@ class Runs:
     ) -> None:
         run.columns.update(observation.columns)
         run.norm_max.add(observation.grad_norm, now)
+        if observation.scalars:
+            run.scalars = observation.scalars
         logits = observation.columns.get(LAYER_ATTENTION_MAX_LOGIT)
         if logits is not None and logits.size:
             run.logit_max.add(float(logits.max()), now)
@@ -1313,7 +1316,7 @@ def details(run: Run, now: float) -> dict[str, Any]:
         "misses": run.counts.misses,
         "mismatches": run.counts.mismatches,
         "longest_wait_s": run.counts.longest_wait_s,
-        "gauges": run.counts.gauges,
+        "gauges": run.gauges,
         "state_handovers": run.handovers,
         "second_writers_refused": run.refused,
         "orders": [
