@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from sentinel.cli import words
-from sentinel.cli.remote import Remote, add_options
+from sentinel.cli.remote import Remote, RemoteError, add_options, run_path
 from sentinel.cli.words import ago, number, steps, text
 
 if TYPE_CHECKING:
@@ -88,8 +89,9 @@ def status(options: argparse.Namespace) -> int:
         return list_runs(options)
     with Remote(options) as sidecar:
         run = sidecar.run(options.name)
-    if options.json:
-        return _print_json(run)
+        if options.json:
+            return _print_json(run)
+        run["incidents"] = _incidents(sidecar, run)
     print("\n".join(_status(run)))
     return 0
 
@@ -103,7 +105,7 @@ def list_incidents(options: argparse.Namespace) -> int:
         found: list[tuple[str, Any, list[str]]] = []
         for name in names:
             run = sidecar.run(name)
-            for incident in _incidents(run):
+            for incident in _incidents(sidecar, run):
                 if options.all or incident["state"] != "resolved":
                     found.append((name, incident, run["layers"]))
     if options.json:
@@ -153,8 +155,20 @@ def _print_json(value: Any) -> int:
     return 0
 
 
-def _incidents(run: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(run.get("incidents") or (run.get("ledger") or {}).get("incidents") or ())
+def _incidents(sidecar: Remote, run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of the engine, with what people did about them, and the older ones of the record."""
+    try:
+        recorded = sidecar.get(run_path(run["run"], "/incidents"))["incidents"]
+    except RemoteError:
+        recorded = []  # the database fails, or an older sidecar: the engine's own are enough
+    found = {(i["number"], i["opened"]): i for i in recorded}
+    for incident in (run.get("ledger") or {}).get("incidents") or ():
+        key = incident["number"], incident["opened"]
+        found[key] = {**found.get(key, {}), **incident}
+    now = time.time()  # noqa: TID251 (the shell)
+    for incident in found.values():
+        incident["silenced"] = (incident.get("silenced_until") or 0.0) > now
+    return sorted(found.values(), key=lambda i: (i["opened"], i["number"]))
 
 
 def _protection(run: dict[str, Any]) -> str:
@@ -213,7 +227,7 @@ def _status(run: dict[str, Any]) -> list[str]:
     if misses:
         row("misses", f"{number(misses)} steps went on without this sidecar")
 
-    incidents = _incidents(run)
+    incidents = run["incidents"]
     open_ = [i for i in incidents if i["state"] != "resolved"]
     lines.append("")
     if open_:

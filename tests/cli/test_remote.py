@@ -294,6 +294,8 @@ class TestOrders:
         assert (status, out.startswith("r7:1: noted; it ")) == (0, True)
         status, out, _ = say("silence", "r7:1", "--for", "30m", *here)
         assert (status, "nobody is paged" in out) == (0, True)
+        status, out, _ = say("incidents", "r7", "--all", "--sidecar", served[0])
+        assert "acknowledged by ann, silenced" in out.splitlines()[0]
         status, _, err = say("silence", "r7:99", *here)
         assert status == 1
         assert "there is no incident 'r7:99' here" in err
