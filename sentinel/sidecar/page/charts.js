@@ -18,7 +18,7 @@ function niceTicks(low, high, count) {
   const span = high - low || Math.abs(high) || 1;
   const raw = span / count;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const unit = [1, 2, 5, 10].find((m) => m * power >= raw) * power;
+  const unit = [1, 2, 5, 10].find((m) => m * power >= raw * 0.8) * power;
   const ticks = [];
   for (let v = Math.ceil(low / unit) * unit; v <= high + unit * 1e-9; v += unit) {
     ticks.push(Math.abs(v) < unit * 1e-9 ? 0 : v);

@@ -357,7 +357,7 @@ export class RunView {
     const words = ["", "skipped", "rolled back", "halted"];
     const rows = (this.about.recent ?? []).slice(-RECENT_ROWS).reverse().map((row) => {
       const action = words[row.action] ?? { skip_step: "skipped", rollback: "rolled back", halt: "halted", proceed: "" }[row.action] ?? "";
-      return h("tr", {}, h("th", { scope: "row" }, step(row.step)), h("td", {}, shown(row.loss)), h("td", {}, shown(row.grad_norm)),
+      return h("tr", {}, h("th", { scope: "row", class: "num" }, step(row.step)), h("td", {}, shown(row.loss)), h("td", {}, shown(row.grad_norm)),
         h("td", {}, action ? `${action}: ${because(row.rule)}` : ""));
     });
     this.recentRows.replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, ["Step", "Loss", "Gradient norm", "What happened"].map((t) => h("th", { scope: "col" }, t)))), h("tbody", {}, rows)));
