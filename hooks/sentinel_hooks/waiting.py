@@ -31,6 +31,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from sentinel.core import engine
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
@@ -383,9 +385,10 @@ class TrainerSession:
         if session is None or session.detached:
             return
         session.saved(path)
-        if self._adopts or os.environ.get("RANK", "0") != "0":
-            return  # the disk tier does it; another process does it
-        self._guard.run("snapshot", _note_health, session, path)
+        dist = torch.distributed
+        first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        if first and not self._adopts:  # else the disk tier notes it
+            self._guard.run("snapshot", _note_health, session, path)
 
     def end(self) -> None:
         """Training is over, one way or another."""
@@ -445,6 +448,8 @@ class TrainerSession:
 
 
 def _note_health(session: Session, path: str | os.PathLike[str]) -> None:
+    if not os.path.exists(path):
+        return
     ledger = session.state.ledger
     for incident in reversed(ledger.incidents):
         if incident.key == "instability" and incident.state is not IncidentState.RESOLVED:

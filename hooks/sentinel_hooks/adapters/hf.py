@@ -110,9 +110,10 @@ class _Callback:
         self._session.safe_point()
 
     def _save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        path = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
-        if os.path.isdir(path):
-            self._session.saved(path)
+        trainer = self._trainer()
+        if trainer is not None and trainer.hp_search_backend is None:  # each trial has its folder
+            path = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+            self._session.saved(path)  # on all ranks, also where the folder cannot be seen
 
     def _log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         # The closing line of train(): after it load_best_model_at_end puts in older weights, which

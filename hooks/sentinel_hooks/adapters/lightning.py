@@ -111,7 +111,7 @@ class _Callback:
             lr_scheduler=[config.scheduler for config in trainer.strategy.lr_scheduler_configs],
             grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
             loss_fn=step,
-            blind_spots=_blind_spots(trainer, module),
+            blind_spots=_blind_spots(trainer, module, self._session.has_loss_fn),
             resumed_from=trainer.ckpt_path,
         )
         if session is None:
@@ -198,10 +198,10 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _blind_spots(trainer: Any, module: Any) -> Sequence[BlindSpot]:
+def _blind_spots(trainer: Any, module: Any, has_loss_fn: bool) -> Sequence[BlindSpot]:
     """Ways to train in which something is not seen."""
     spots = []
-    if not module.automatic_optimization:
+    if not module.automatic_optimization and not has_loss_fn:
         spots.append(
             BlindSpot(
                 "manual optimisation: the canary cannot ask training_step again, which also steps",

@@ -188,6 +188,27 @@ def test_a_train_that_raised_leaves_a_trainer_that_can_train_again(tmp_path: Pat
     assert world.leftovers() == []
 
 
+def test_a_training_that_starts_again_with_smaller_batches_is_watched_again(
+    tmp_path: Path,
+) -> None:
+    world = HuggingFace(Cell(steps=6, options={"auto_find_batch_size": True}), tmp_path)
+    session = attach(world, tmp_path / "runs")
+    runs: list[str] = []
+
+    def run_out(step: int) -> None:
+        runs.append(session.run_id)
+        if len(runs) == 3:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    world.before_step = run_out
+    world.train()
+    assert world.trainer._train_batch_size < 32
+    assert session.status().step == 6
+    assert len(set(filter(None, runs))) == 2
+    session.detach()
+    assert world.leftovers() == []
+
+
 def test_loading_the_best_model_at_the_end_is_no_step_of_the_run(tmp_path: Path) -> None:
     options = {**EVERY, "load_best_model_at_end": True, "metric_for_best_model": "eval_worst"}
 
@@ -235,6 +256,28 @@ def test_custom_losses_and_subclasses_are_seen_as_they_are_trained(tmp_path: Pat
     session.detach()
     seen = [r.observation.loss for r in records(session)]
     assert seen == pytest.approx([2.0 * x for x in world.losses], rel=1e-6)
+
+
+def test_a_loss_made_outside_the_model_has_a_canary_where_its_module_is_given(
+    tmp_path: Path,
+) -> None:
+    criterion = nn.CrossEntropyLoss()
+
+    def outside(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return criterion(outputs["logits"].flatten(0, 1), labels.flatten())
+
+    class Custom(HuggingFace):
+        def trainer_class(self, base: Any) -> Any:
+            return lambda **options: base(**options, compute_loss_func=outside)
+
+    for loss_fn, said in ((None, "pass loss_fn= to attach()"), (criterion, "available")):
+        world = Custom(Cell(steps=20), tmp_path)
+        session = attach(world, tmp_path / "runs", loss_fn=loss_fn)
+        status: list[str] = []
+        world.before_step = lambda _, heard=status, s=session: heard.append(s.status().canary)
+        world.train()
+        session.detach()
+        assert said in status[-1]
 
 
 def test_a_short_last_accumulation_is_still_a_mean_over_its_tokens(tmp_path: Path) -> None:

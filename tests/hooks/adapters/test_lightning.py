@@ -163,6 +163,34 @@ def test_the_canary_asks_training_step_and_leaves_the_users_logs_alone(tmp_path:
     assert "the weights are to blame" in rollback.decision.reason
 
 
+def test_in_manual_optimisation_the_canary_asks_the_loss_function_that_was_given(
+    tmp_path: Path,
+) -> None:
+    world = LightningManual(Cell(damage_at=24), tmp_path)
+
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        found: Tensor = world.model(**batch)["loss"]
+        return found
+
+    session = attach(world, tmp_path / "runs", loss_fn=loss_of)
+
+    def training_step(batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizer = world.module.optimizers()
+        optimizer.zero_grad()
+        world.module.manual_backward(session.loss(batch))
+        optimizer.step()
+
+    world.module.training_step = training_step
+    status: list[Any] = []
+    world.before_step = lambda _: status.append(session.status())
+    world.train()
+    session.detach()
+    assert status[20].canary == "available"
+    assert status[20].blind_spots == ()
+    (rollback,) = [r for r in records(session) if r.outcome.executed.name == "ROLLBACK"]
+    assert "the weights are to blame" in rollback.decision.reason
+
+
 def test_bad_data_is_skipped_and_good_weights_are_kept(tmp_path: Path) -> None:
     world = Lightning(Cell(garbage_at=range(24, 30)), tmp_path)
     session = attach(world, tmp_path / "runs")
