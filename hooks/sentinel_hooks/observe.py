@@ -151,6 +151,7 @@ class Observer:
         self.newer = 0  # bits: gradients moved since the decision of this logical step
         self.rows = -1  # of the last training forward's first tensor
         self.steps_without_loss = 0
+        self.failed_checks: int | None = None  # of the self-check, once it has a verdict
         # Attached in the middle of an accumulation: part of its loss was never seen.
         self._begun = any(
             p.grad is not None
@@ -325,6 +326,8 @@ class Observer:
         if probes is not None:
             measured.parts = probes.parts(vectors[count:])
             measured.scalars = probes.scalars()
+        if self.failed_checks is not None:
+            measured.scalars = {**measured.scalars, "self_check_failures": self.failed_checks}
         if self._norm_fn is not None:
             norm = self._guard.run("norm_fn", _number, self._norm_fn)
             measured.total_sq = None if norm is None else norm * norm / self._world

@@ -70,7 +70,7 @@ from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.ledger_file import Keeper, fingerprint
 from sentinel_hooks.link import EmbeddedLink, Link
 from sentinel_hooks.observe import Faint, Measured, Observer
-from sentinel_hooks.probes.grads import share
+from sentinel_hooks.probes.grads import local, share
 from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.ranks.council import Council, Note
 from sentinel_hooks.saving import Saving
@@ -79,8 +79,9 @@ from sentinel_hooks.seams.clip_tap import CLIP_TAP
 from sentinel_hooks.seams.gate import Gate, ScalerTap, StepPlan
 from sentinel_hooks.seams.loss_tap import LOSS_TAP
 from sentinel_hooks.seams.safe_point import ForwardTap
+from sentinel_hooks.selfcheck import SelfCheck
 from sentinel_hooks.signals import Signals
-from sentinel_hooks.snapshots import Snapshots
+from sentinel_hooks.snapshots import Snapshots, shards
 from sentinel_hooks.snapshots.running import RunningStats
 from sentinel_hooks.status import BlindSpot, Status
 from sentinel_hooks.target import Target
@@ -93,7 +94,7 @@ LOOK_EVERY = 64  # steps, or forwards without one, between two looks for blind s
 PAUSE_EVERY = 8  # steps between two looks for it
 # What may fail again and again without the protection being gone.
 TOLERATED = frozenset(
-    {"measure", "backward", "clip", "canary", "snapshot", "link", "detach", "ledger"}
+    {"self-check", "measure", "backward", "clip", "canary", "snapshot", "link", "detach", "ledger"}
     | {"batch_id", "norm_fn"}  # the user's own functions
 )
 
@@ -260,6 +261,7 @@ class Session:
         # Several ranks: whether this gate has entered the reduce, and has run to its end.
         self._entered = False
         self._gate_ended = False
+        self._gate_before: tuple[set[int], int, int, int, int] = (set(), 0, 0, 0, 0)
         self._pause_looked = self._state.step - PAUSE_EVERY
         self._paused = self._keeper.paused_by_file
         self._record_trouble = ""
@@ -275,6 +277,12 @@ class Session:
         )
         self._forward_tap = ForwardTap(target.models, self)
         self._probes.attach()
+        self._check = SelfCheck(run_id, signals, **self._probes.found)
+        if council is not None:
+            mine, whole = self._guard.run("self-check", _elements, target, world) or (0.0, 0)
+            counted = council.copies(mine)
+            if counted is not None and whole:
+                self._check.copies(counted, whole, world)
         self._faint = Faint(self._observer)
         LOSS_TAP.subscribe(self._faint)
         CLIP_TAP.subscribe(self._faint)
@@ -388,6 +396,7 @@ class Session:
             rank=self._council.rank if self._council is not None else 0,
             ranks=self._council.world if self._council is not None else 1,
             lineage=self._keeper.told,
+            self_check=str(self._check),
         )
 
     def checkpointed(self, path: str | os.PathLike[str]) -> None:
@@ -502,21 +511,44 @@ class Session:
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> StepPlan | None:
         """Gate: gradients are final; what shall be done with this step?"""
         self._entered = self._gate_ended = False
+        self._gate_before = (
+            set(self._done),
+            self._steps,
+            self._forwards,
+            self._unseen,
+            self._gates_since_update,
+        )
+        if self._council is not None:
+            self._council.begin()
         plan = self._before_step(optimizer, closure)
         self._gate_ended = True
         return plan
 
-    def keep_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gate: with several ranks, enter the reduce even if everything above has failed."""
-        if self._council is None or self._gate_ended or self._entered or not self.listening():
-            return
+    def keep_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> StepPlan | None:
+        """Gate: an error of ours has ended before_step() on this rank; the others go on.
+
+        Once more, with what the ranks have told each other so far: so this rank does what they do.
+        Failing that, the reduce at least is entered.
+        """
+        if self._council is None or self._gate_ended or not self.listening():
+            return None
         me = self._index[id(optimizer)]
-        if self._done and me not in self._done:
-            return  # a later optimizer of the group: its decision has been made
-        self._done = {me}
-        self._plan = _PROCEED
-        self._agree(None, ())
-        self._guard.run("gate", self._observer.used)
+        done, self._steps, self._forwards, self._unseen, gates = self._gate_before
+        self._gates_since_update = gates
+        first = not done or me in done
+        self._done = set() if first else set(done)
+        if first:
+            self._open = None  # settled is settled: what is open now is this very step
+        self._council.rewind()
+        plan = self._guard.run("again", self._before_step, optimizer, closure)
+        if plan is not None or not first:
+            return plan
+        if not self._entered and self.listening():
+            self._done = {me}
+            self._plan = _PROCEED
+            self._agree(None, ())
+            self._guard.run("gate", self._observer.used)
+        return None
 
     def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> StepPlan | None:
         began = self._clock()
@@ -586,6 +618,8 @@ class Session:
                 return
             observation, ready = agreed
         self._observer.used()
+        if not self._check.done:
+            self._guard.run("self-check", self._check_step, observation)
         canary = self._canary
         if self._surely(engine.wants_canary, self._state, observation, self.policy) and canary:
             answer = None
@@ -625,6 +659,17 @@ class Session:
                 decision.reason,
             )
 
+    def _check_step(self, observation: Observation) -> None:
+        checked, self._observer.probe.checked = self._observer.probe.checked, []
+        if checked:
+            self._check.norms(checked)
+        if self._check.saw(
+            loss=observation.loss is not None,
+            forward=not self._unseen,
+            columns=observation.columns.keys(),
+        ):
+            self._observer.failed_checks = len(self._check.failures)
+
     def _prelude(self, me: int) -> tuple[list[int], Measured | None, tuple[Command, ...]]:
         """Everything before the decision that concerns this rank alone; any of it may fail."""
         self._home = threading.get_ident()
@@ -640,6 +685,8 @@ class Session:
         if saving.first_due:  # lazy parameters made it wait
             self._masked_run("snapshot", saving.take_first)
         members = self._taking_part(me)
+        # At this gate, or at the clip before the next one.
+        self._observer.probe.check_next(self._steps <= 3 and not self._check.compared)
         pending = self._canary.pending_loss if self._canary is not None else None
         measured = self._guard.run(
             "measure", self._observer.measure, self._state.step, members, pending
@@ -949,6 +996,8 @@ class Session:
         self._guard.run("settle", self._settle) if council is not None else self._settle()
         self._done.clear()
         if council is not None:
+            # After an evaluation parameters may still be gathered: nothing below reads those.
+            self._guard.run("safe_point", shards.reshard, self._target.models)
             council.compare(self._digest)
         if saving.resume_due and (council is None or council.rank == 0):
             self._guard.run("ledger", saving.resume)
@@ -1143,6 +1192,19 @@ os.register_at_fork(after_in_child=_after_fork)
 def _close_all() -> None:
     for session in list(_sessions):
         session.at_exit()
+
+
+def _elements(target: Target, world: int) -> tuple[float, int]:
+    """This rank's share of the trained elements, and how many there are; (0, 0) if not known."""
+    mine, whole = 0.0, 0
+    for optimizer in target.optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if nn.parameter.is_lazy(p):
+                    return 0.0, 0
+                mine += share(p, world) * local(p.detach()).numel()
+                whole += p.numel()
+    return mine, whole
 
 
 def _keep_batch(canary: Canary, decision: Decision, loss: float | None) -> None:

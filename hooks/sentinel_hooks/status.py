@@ -39,6 +39,7 @@ class Status:
             made after the group's decision was not finite.
         internal_errors: sentinel's own errors that were caught, by place.
         lineage: of a run that was restarted: which of its weights it went on with.
+        self_check: whether what is promised is seen, by the first steps; see selfcheck.py.
         rank: of this process among the `ranks` that act together.
     """
 
@@ -61,6 +62,7 @@ class Status:
     internal_errors: Mapping[str, int] = field(default_factory=dict)
     directory: str = ""
     lineage: str = ""
+    self_check: str = ""
     rank: int = 0
     ranks: int = 1
 
@@ -72,6 +74,8 @@ class Status:
         ]
         if self.ranks > 1:
             lines.append(f"  rank {self.rank} of {self.ranks}, which decide and act together")
+        if self.self_check:
+            lines.append(f"  self-check: {self.self_check}")
         lines += [f"  blind spot: {spot}" for spot in self.blind_spots]
         if self.lineage:
             lines.append(f"  restarted: {self.lineage}")

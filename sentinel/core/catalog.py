@@ -135,6 +135,7 @@ CATALOG: tuple[MetricSpec, ...] = (
     MetricSpec("memory_bytes", _G, "Device memory by kind.", ("kind",), unit="bytes"),
     MetricSpec("tokens_per_second", _G, "Training throughput."),
     MetricSpec("clipped_step_ratio", _G, "Share of steps that were clipped."),
+    MetricSpec("self_check_failures", _G, "What the self-check of the first steps found missing."),
     MetricSpec(
         "last_good_snapshot_step", _G, "Step of the newest healthy snapshot; absent without one."
     ),

@@ -233,6 +233,7 @@ SOURCES: dict[str, Source] = {
     "memory_bytes": _memory,
     "tokens_per_second": _gauge("tokens_per_second"),
     "clipped_step_ratio": _gauge("clipped_step_ratio"),
+    "self_check_failures": _gauge("self_check_failures"),
     "last_good_snapshot_step": counted(_last_good),
     "incidents": counted(_incidents),
     "steps_total": counted(lambda ledger: one(ledger.counters.steps)),

@@ -247,6 +247,7 @@ def _encode_bare(observation: Observation) -> bytes:
             o.commands,
             o.blind,
             o.batch_id,
+            scalars=dict(sorted(o.scalars.items())) if o.scalars else {},
         )
     )
     return bare

@@ -4,9 +4,10 @@
     probe.attach(); ...; probe.before_step(step); values = read(probe.pending(), [])[0]
     columns = resolve(probe, values)
 
-Two reductions a block and micro-batch, written into buffers that are there from the start. nan and
-inf pass through: a row that is not finite says that the block's output is not (an RMS may be inf
-for finite outputs beyond 1e19: then the largest magnitude is finite).
+Two reductions a block and micro-batch, written into buffers that are there from the start; outputs
+of up to SMALL elements are reduced together at the gate instead, where Python costs more than the
+numbers. nan and inf pass through: a row that is not finite says that the block's output is not (an
+RMS may be inf for finite outputs beyond 1e19: then the largest magnitude is finite).
 
 The spread says whether a block still tells its tokens apart: of up to 32 tokens, the norm of what
 differs from their mean over the norm of all. Near 0 all are alike: the representation has
@@ -16,6 +17,8 @@ A block is a child of a ModuleList or Sequential that has a number for a name, o
 without any, the root's own children. Of more than MOST blocks an even selection is watched.
 
 Shapes:  columns float32 [L]. A block's numbers stand in the row of its last layer.
+Memory:  the small outputs, at most 1 MB, stay until the gate; one that somebody writes into after
+         the block is told by its version, is left out once, and is reduced at once from then on.
 Purity:  does not wait for the device. Under no_grad (evaluation), and when a forward is recomputed
          in a backward pass, nothing is measured.
 Threads: one training thread.
@@ -28,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +57,7 @@ SQUARES, COUNT, LARGEST, SPREAD = (
 MOST = 128  # blocks
 SLOTS = 4  # micro-batches that are kept apart until the gate; more are folded into one
 TOKENS = 32  # of which the spread is taken
+SMALL = 2048  # elements; 128 blocks of them are 1 MB
 _NORM, _LOW, _HIGH, _SPREAD, _FIELDS = range(5)
 
 
@@ -63,23 +68,30 @@ class Block:
         "count",
         "device",
         "index",
+        "kept",
+        "kept",
+        "kept_version",
+        "kept_version",
+        "lone",
+        "lone",
         "name",
         "numel",
         "row",
         "seen",
         "slot",
+        "small",
         "spread",
         "trouble",
         "views",
         "wanted",
     )
 
-    def __init__(self, name: str, row: int, slot: Tensor) -> None:
+    def __init__(self, name: str, row: int, index: int, slot: Tensor) -> None:
         self.name = name
         self.row = row
         self.slot = slot  # its address names the block in compiled code
         self.device: torch.device | None = None
-        self.index = 0
+        self.index = index  # in every buffer
         self.views: list[list[Tensor]] = []  # [slot][field], 0-d views of the buffer
         self.count = 0  # slots in use
         self.numel = 0
@@ -87,6 +99,10 @@ class Block:
         self.wanted = True  # shall be taken
         self.seen = False  # in a forward since the last step
         self.trouble = ""
+        self.small = True  # nobody was seen to write into its outputs
+        self.lone = False  # the first output since the last step, if small, may wait for the gate
+        self.kept: Tensor | None = None  # ... and does
+        self.kept_version = 0
 
 
 # Weak: what is process-wide must not keep a run alive.
@@ -151,10 +167,15 @@ class ActivationProbe(Quiet):
         self._modules, self._blocks = _blocks(models, table)
         self._buffers: dict[torch.device, Tensor] = {}
         self._handles: list[Any] = []
-        self._counts: list[tuple[int, int, bool]] = []
-        self._taken: list[tuple[torch.device, int, list[Block]]] = []
+        self._taken: list[tuple[int, npt.NDArray[np.intp]]] = []  # slots used, state by block
+        self._small: list[tuple[list[int], int]] = []  # rows, elements of each
         self._vectors: list[Tensor] = []
         self._steps = 0
+
+    @property
+    def watched(self) -> list[Block]:
+        """The blocks."""
+        return self._blocks
 
     def attach(self) -> None:
         """One forward hook for each block."""
@@ -172,25 +193,44 @@ class ActivationProbe(Quiet):
         self._handles = []
         for block in self._blocks:
             _BY_ADDRESS.pop(block.slot.data_ptr(), None)
+            block.kept = None
 
     # -- in the forward ------------------------------------------------------------------------
 
-    def take(self, block: Block, x: Tensor) -> None:
+    def take(self, block: Block, x: Tensor, *, keep: bool = True) -> None:
         """Measure one output; called in the user's forward, so nothing may come out of it."""
         again = torch._C._current_graph_task_id() != -1
         if (again and block.seen) or block.trouble:
             return
+        block.seen = block.seen or not again
+        if block.lone and keep and x.numel() <= SMALL:
+            block.lone = False
+            block.kept = x.detach()  # shares memory and version
+            block.kept_version = x._version
+            return
+        block.lone = False
         try:
             self._take(block, x.detach())
-            block.seen = block.seen or not again
         except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
             block.trouble = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def _take(self, block: Block, x: Tensor) -> None:
         if not x.numel() or not x.is_floating_point():
             return
-        if block.device != x.device:
+        if block.device != x.device or not block.views:
             self._settle_in(block, x.device)
+        self._write(block, x)
+        block.numel += x.numel()
+        if block.wanted and not block.spread and x.dim() in (2, 3):
+            rows = x.reshape(-1, x.size(-1))
+            rows = rows[:: max(1, rows.size(0) // TOKENS)][:TOKENS].float()
+            if rows.size(0) > 1:
+                apart = torch.linalg.vector_norm(rows - rows.mean(0))
+                block.views[0][_SPREAD].copy_(apart / torch.linalg.vector_norm(rows))
+                block.spread = True
+
+    def _write(self, block: Block, x: Tensor) -> None:
+        """Into the next slot."""
         if block.count == SLOTS:
             _fold(block)
         view = block.views[block.count]
@@ -203,15 +243,7 @@ class ActivationProbe(Quiet):
             low, high = torch.aminmax(x)
             view[_LOW].copy_(low)
             view[_HIGH].copy_(high)
-        if block.wanted and not block.spread and x.dim() in (2, 3):
-            rows = x.reshape(-1, x.size(-1))
-            rows = rows[:: max(1, rows.size(0) // TOKENS)][:TOKENS].float()
-            if rows.size(0) > 1:
-                apart = torch.linalg.vector_norm(rows - rows.mean(0))
-                block.views[0][_SPREAD].copy_(apart / torch.linalg.vector_norm(rows))
-                block.spread = True
         block.count += 1
-        block.numel += x.numel()
 
     def _settle_in(self, block: Block, device: torch.device) -> None:
         """The block's place in the buffer of the device on which its output lies."""
@@ -219,7 +251,6 @@ class ActivationProbe(Quiet):
         if buffer is None:
             buffer = torch.zeros(SLOTS, len(self._blocks), _FIELDS, device=device)
             self._buffers[device] = buffer
-        block.index = sum(b.device == device for b in self._blocks)
         block.device = device
         block.views = [[buffer[k, block.index, f] for f in range(_FIELDS)] for k in range(SLOTS)]
 
@@ -228,48 +259,80 @@ class ActivationProbe(Quiet):
     def before_step(self, step: int) -> None:
         """Hand over what was written since the last step."""
         self._taken, self._vectors = [], []
+        self._reduce_kept()
         wanted = (step + 1) % self._every == 0
         for device, buffer in self._buffers.items():
-            blocks = [b for b in self._blocks if b.device == device]
+            blocks = [b for b in self._blocks if b.count and b.device == device]
             used = max((b.count for b in blocks), default=0)
             if used:
-                self._taken.append((device, used, blocks))
+                state = np.array(
+                    [(b.index, b.row, b.count, b.numel, b.spread) for b in blocks], dtype=np.intp
+                )
+                self._taken.append((used, state))
                 # A copy: the next forward may begin before it is read.
                 self._vectors.append(buffer[:used].flatten().clone())
-        self._counts = [(b.count, b.numel, b.spread) for b in self._blocks]
         for block in self._blocks:
             block.count = block.numel = 0
             block.spread = block.seen = False
             block.wanted = wanted
-        if self._vectors:
+            block.lone = block.small and not wanted
+        if self._taken or self._small:
             self._steps += 1
+
+    def _reduce_kept(self) -> None:
+        """Small outputs, all of one shape together."""
+        self._small = []
+        groups: dict[tuple[Any, ...], list[tuple[Block, Tensor]]] = {}
+        for block in self._blocks:
+            x = block.kept
+            if x is None:
+                continue
+            block.kept = None
+            if x._version != block.kept_version:  # somebody wrote into it: from now on at once
+                block.small = False
+            elif block.count or x.dtype != torch.float32 or not x.numel():
+                self._take(block, x)  # it joins the micro-batches that came after it
+            else:
+                groups.setdefault((x.shape, x.device), []).append((block, x))
+        for (shape, _), kept in groups.items():
+            outputs = torch.stack([x for _, x in kept]).flatten(1)
+            norm = torch.linalg.vector_norm(outputs, dim=1)
+            # aminmax(dim=1) takes ten times as long as these two.
+            self._vectors.append(torch.cat((norm, outputs.amin(1), outputs.amax(1))))
+            self._small.append(([b.row for b, _ in kept], shape.numel()))
+            for block, x in kept:
+                block.device = x.device
 
     def pending(self) -> list[Tensor]:
         """The buffers, as far as they were used."""
         return self._vectors
 
+    @np.errstate(invalid="ignore", over="ignore")  # nan and inf are what may come
     def parts(self, values: Sequence[Float64]) -> dict[str, Float64]:
         """Sums and maxima of each row."""
+        self._vectors = []
         if not values:
             return {}
         L = len(self._table)
         squares, count = np.zeros(L), np.zeros(L)
         largest, spread = np.full(L, NOT_MEASURED), np.full(L, NOT_MEASURED)
-        counts = {id(b): c for b, c in zip(self._blocks, self._counts, strict=True)}
-        for (_, used, blocks), value in zip(self._taken, values, strict=True):
-            table = value.reshape(used, -1, _FIELDS)
-            for block in blocks:
-                slots, numel, has_spread = counts[id(block)]
-                if not slots:
-                    continue
-                own = table[:slots, block.index]
-                squares[block.row] += float(np.square(own[:, _NORM]).sum())
-                count[block.row] += numel
-                most = np.maximum(own[:, _HIGH].max(), -own[:, _LOW].min())
-                largest[block.row] = np.maximum(largest[block.row], most)
-                if has_spread:
-                    spread[block.row] = np.maximum(spread[block.row], own[0, _SPREAD])
-        self._vectors = []
+        few = len(self._small)
+        for (rows, numel), value in zip(self._small, values[:few], strict=True):
+            norm, low, high = value.reshape(3, -1)
+            np.add.at(squares, rows, np.square(norm))
+            np.add.at(count, rows, numel)
+            np.maximum.at(largest, rows, np.maximum(high, -low))
+        for (used, state), value in zip(self._taken, values[few:], strict=True):
+            index, row, slots, numels, has_spread = state.T
+            own = value.reshape(used, -1, _FIELDS)[:, index]
+            there = (np.arange(used)[:, None] < slots)[:, :, None]
+            sums = np.where(there, np.square(own), 0.0)[:, :, _NORM].sum(0)
+            most = np.where(there, np.maximum(own, -own), NOT_MEASURED)[:, :, _LOW : _HIGH + 1]
+            np.add.at(squares, row, sums)
+            np.add.at(count, row, numels)
+            np.maximum.at(largest, row, most.max((0, 2)))
+            told = has_spread.astype(bool)
+            np.maximum.at(spread, row[told], own[0, told, _SPREAD])
         return {SQUARES: squares, COUNT: count, LARGEST: largest, SPREAD: spread}
 
     def finish(self, parts: Parts) -> dict[str, Column]:
@@ -349,7 +412,7 @@ def _blocks(models: Sequence[nn.Module], table: LayerTable) -> tuple[list[nn.Mod
     modules: list[nn.Module] = []
     for name, module, own in rows:
         device = next(module.parameters()).device
-        made.append(Block(name, own[-1], capture.slots(device, 1)[0]))
+        made.append(Block(name, own[-1], len(made), capture.slots(device, 1)[0]))
         modules.append(module)
     return modules, made
 

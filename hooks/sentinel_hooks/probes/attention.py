@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -71,17 +72,24 @@ class AttentionProbe(Quiet):
         self._threshold = threshold
         self._device = _device(models)
         self._places: list[tuple[nn.Module, Place]] = []
+        self._live: list[Place] = []  # of those, the ones with hooks
         self._handles: dict[int, list[Any]] = {}
-        self._groups: list[tuple[list[Place], str, int]] = []
+        # Places, keys (None where both bounds are there), heads: of each pending vector.
+        self._groups: list[tuple[list[Place], npt.NDArray[np.intp] | None, int]] = []
         self._pending: list[Tensor] = []
         self._step = 0
         self._steps = 0  # with a measurement
         self._attached = False
         self._trimmed = False
         self._hooked = 0  # times
-        self.heads: dict[str, Column] = {}
+        self._last: list[tuple[list[Place], Float64, Float64]] = []
 
     # -- hooks ---------------------------------------------------------------------------------
+
+    @property
+    def watched(self) -> list[tuple[nn.Module, Place]]:
+        """The attention modules, once attached."""
+        return self._places
 
     def attach(self) -> None:
         """Hooks on the modules, replacements of the functions."""
@@ -113,6 +121,7 @@ class AttentionProbe(Quiet):
 
     def _hook(self) -> None:
         self._hooked += 1
+        self._live = [place for _, place in self._places]
         token = capture.token(self._device)
         for module, place in self._places:
             if id(module) not in self._handles:
@@ -129,6 +138,7 @@ class AttentionProbe(Quiet):
             if not place.measurements and not place.trouble:
                 for handle in self._handles.pop(id(module), ()):
                     handle.remove()
+        self._live = [place for module, place in self._places if id(module) in self._handles]
         self._trimmed = True
 
     # -- measuring -----------------------------------------------------------------------------
@@ -141,25 +151,29 @@ class AttentionProbe(Quiet):
         self._pending = []
         raw: dict[tuple[Any, ...], list[tuple[Place, Tensor]]] = {}
         bounds: dict[tuple[Any, ...], list[tuple[Place, Tensor, Tensor]]] = {}
-        for _, place in self._places:
+        for place in self._live:
             if place.raw:
                 for lse in place.raw:
-                    key = (lse.shape, lse.device, lse.dtype, place.masked)
+                    key = (lse.shape, place.masked, lse.device, lse.dtype)
                     raw.setdefault(key, []).append((place, lse))
             if place.low:
                 for low, high in zip(place.low, place.high, strict=True):
                     bounds.setdefault((low.shape, low.device), []).append((place, low, high))
         with torch.no_grad():
-            for (shape, _, _, masked), lses in raw.items():
+            for (shape, masked, _, _), lses in raw.items():
                 stacked = torch.stack([lse for _, lse in lses])
                 if masked:
                     stacked = without_empty_rows(stacked)
                 self._pending.append(stacked.amax((1, 3)).flatten())
-                self._groups.append(([p for p, _ in lses], "raw", shape[1]))
+                keys = np.array([p.keys for p, _ in lses])
+                self._groups.append(([p for p, _ in lses], keys, shape[1]))
             for (shape, _), pairs in bounds.items():
                 both = [low for _, low, _ in pairs] + [high for _, _, high in pairs]
                 self._pending.append(torch.cat(both))
-                self._groups.append(([p for p, _, _ in pairs], "bounds", shape[0]))
+                self._groups.append(([p for p, _, _ in pairs], None, shape[0]))
+        for place in self._live:
+            if place.seen or place.raw or place.low:
+                place.clear()
         lost, WHERE.lost = WHERE.lost, 0
         if self._pending:
             self._steps += 1
@@ -174,44 +188,59 @@ class AttentionProbe(Quiet):
         """Vectors of bounds, a few for each attention shape."""
         return self._pending
 
+    @np.errstate(invalid="ignore", over="ignore")  # nan and inf are what may come
     def parts(self, values: Sequence[Float64]) -> dict[str, Float64]:
         """Upper and lower bound of each row."""
-        low: dict[int, Float64] = {}
-        high: dict[int, Float64] = {}
-        for (places, kind, heads), value in zip(self._groups, values, strict=True):
-            n = len(places)
-            if kind == "raw":
-                upper = value.reshape(n, heads)
-                lower = upper - np.log([[p.keys] for p in places])
-            else:
-                lower, upper = value.reshape(2, n, heads)
-            for i, place in enumerate(places):
-                for bound, found in ((low, lower[i]), (high, upper[i])):
-                    known = bound.get(id(place))
-                    bound[id(place)] = found if known is None else _larger(known, found)
         self._pending = []
-        if not high:
-            for _, place in self._places:
-                place.clear()
+        self._last = []
+        if not values:
             return {}
-        parts = {name: np.full(len(self._table), NOT_MEASURED) for name in (HIGH, LOW)}
-        self.heads = {}
-        for _, place in self._places:
-            place.clear()
-            if id(place) not in high:
-                continue
-            lower_H, upper_H = low[id(place)], high[id(place)]
-            lower_H = np.where(lower_H <= NOTHING, NOT_MEASURED, lower_H)
-            upper_H = np.where(upper_H <= NOTHING, NOT_MEASURED, upper_H)
-            least, most = float(lower_H.max()), float(upper_H.max())
-            self._next_level(place, least, most)
-            if place.row < 0:
-                continue
-            parts[HIGH][place.row] = np.maximum(parts[HIGH][place.row], most)
-            parts[LOW][place.row] = np.maximum(parts[LOW][place.row], least)
-            name = self._table.layers[place.row].name
-            self.heads[name] = self._known_side(lower_H, upper_H).astype(np.float32)
-        return parts
+        L = len(self._table)
+        lows, highs = np.full(L + 1, NOT_MEASURED), np.full(L + 1, NOT_MEASURED)
+        extremes: dict[int, tuple[Place, float, float]] = {}
+        for (places, keys, heads), value in zip(self._groups, values, strict=True):
+            if keys is not None:
+                upper = value.reshape(-1, heads)
+                lower = upper - np.log(keys)[:, None]
+            else:
+                lower, upper = value.reshape(2, -1, heads)
+            least, most = lower.max(1), upper.max(1)
+            if most.min() <= NOTHING:  # every score was masked
+                least = np.where(least <= NOTHING, NOT_MEASURED, least)
+                most = np.where(most <= NOTHING, NOT_MEASURED, most)
+            rows = np.array([p.row for p in places])  # -1 is the one too many
+            np.maximum.at(lows, rows, least)
+            np.maximum.at(highs, rows, most)
+            self._last.append((places, lower, upper))
+            near = ~(most <= WATCHED * self._threshold)
+            if keys is not None and not near.any():
+                continue  # nothing changes for them
+            for place, low, high in zip(places, least.tolist(), most.tolist(), strict=True):
+                known = extremes.get(id(place))
+                if known is not None:
+                    low, high = max(low, known[1]), max(high, known[2])
+                extremes[id(place)] = (place, low, high)
+        for place, low, high in extremes.values():
+            self._next_level(place, low, high)
+        return {HIGH: highs[:-1], LOW: lows[:-1]}
+
+    @property
+    def heads(self) -> dict[str, Column]:
+        """The last step's numbers by layer and head, as the column has them by layer."""
+        found: dict[str, tuple[Float64, Float64]] = {}
+        for places, lower, upper in self._last:
+            for place, low_H, high_H in zip(places, lower, upper, strict=True):
+                if place.row < 0:
+                    continue
+                name = self._table.layers[place.row].name
+                if name in found and found[name][0].shape == low_H.shape:
+                    low_H = np.maximum(low_H, found[name][0])
+                    high_H = np.maximum(high_H, found[name][1])
+                found[name] = (low_H, high_H)
+        return {
+            name: self._known_side(low_H, high_H).astype(np.float32)
+            for name, (low_H, high_H) in found.items()
+        }
 
     def finish(self, parts: Parts) -> dict[str, Column]:
         """The column."""
@@ -297,12 +326,6 @@ def _holds(outer: nn.Module, inner: nn.Module) -> bool:
 def _names(names: Sequence[str]) -> str:
     few = ", ".join(names[:3])
     return few if len(names) <= 3 else f"{few} and {len(names) - 3} more"
-
-
-def _larger(known: Float64, found: Float64) -> Float64:
-    if known.shape == found.shape:
-        return np.maximum(known, found)
-    return np.array([np.maximum(known.max(), found.max())])
 
 
 def _device(models: Sequence[nn.Module]) -> torch.device:

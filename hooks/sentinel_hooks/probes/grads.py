@@ -39,6 +39,8 @@ from sentinel_hooks.layers import LayerTable
 
 Float64 = npt.NDArray[np.float64]
 
+CHECKED = 1 << 22  # elements that the self-check computes again, once
+
 
 @dataclass(slots=True)
 class Member:
@@ -95,6 +97,9 @@ class GradProbe:
         """Watch what `optimizers` hold; with `world` ranks, measure this one's share of it."""
         self._table = table
         self._world = world
+        self._checks_due = False
+        self._compared: list[tuple[Tensor, Tensor, bool]] = []
+        self.checked: list[tuple[float, float, bool]] = []
         self._clips: list[tuple[list[Tensor], Tensor]] = []
         self.members = [Member(o, [], np.empty(0, np.intp), ()) for o in optimizers]
         self.unlisted = 0
@@ -134,6 +139,8 @@ class GradProbe:
             norms = _concat(tensor_norms([local(g) for g in grads]))
         if norms is not None:
             self._clips.append((list(parameters), norms))
+            if self._checks_due:
+                self._compare([local(g) for g in grads], list(norms))
 
     def forget_clips(self) -> None:
         """The gradients have moved since, or were used: those norms are stale."""
@@ -165,6 +172,25 @@ class GradProbe:
         return torch.stack([where[id(owners[i])] for i in places]), places
 
     # -- measuring ---------------------------------------------------------------------------
+
+    def check_next(self, due: bool = True) -> None:
+        """Compare some norms of the next step with a plain computation; see `checked`.
+
+        That step waits for the device once more.
+        """
+        self._checks_due = due
+
+    def _compare(self, grads: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
+        """Some of the tensors, the smallest first, up to CHECKED elements."""
+        left = CHECKED
+        for i in sorted(range(len(grads)), key=lambda i: grads[i].numel()):
+            g = grads[i].detach()
+            left -= g.numel()
+            if left < 0:
+                break
+            if g.layout is torch.strided and not g.is_complex() and g.device.type != "meta":
+                plain = g.double().square().sum().sqrt()
+                self._compared.append((norms[i], plain, g.element_size() < 4))
 
     def measure(
         self, members: Sequence[int], scales: Mapping[int, float | None] | None = None
@@ -201,7 +227,10 @@ class GradProbe:
                 if member.sharded:
                     grads = [local(g) for g in grads]
                 scale = scales.get(m) if scales else None
-                for norms, chosen in _by_device(tensor_norms(grads)):
+                measured = tensor_norms(grads)
+                if self._checks_due:
+                    self._compare(grads, measured)
+                for norms, chosen in _by_device(measured):
                     if chosen is None:
                         pending.add(norms, layer_P, share_P, grads, scale)
                     else:
@@ -212,6 +241,9 @@ class GradProbe:
 
     def resolve(self, pending: PendingNorms, values: Sequence[Float64]) -> Norms | None:
         """The squares, from the norms' values on the host; None without any gradient."""
+        if self._compared:
+            compared, self._compared = self._compared, []
+            self.checked += [(float(a), float(b), narrow) for a, b, narrow in compared]
         if not values:
             return None
         layer_sq_L = np.zeros(len(self._table) + 1)

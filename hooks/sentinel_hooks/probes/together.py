@@ -100,6 +100,15 @@ class Probes:
         return cls(made, guard)
 
     @property
+    def found(self) -> dict[str, int]:
+        """How many modules the probes watch."""
+        watched = {
+            "blocks": self._probes.get("activations"),
+            "attention": self._probes.get("attention"),
+        }
+        return {n: len(getattr(p, "watched", ())) for n, p in watched.items()}
+
+    @property
     def combine(self) -> dict[str, Combine]:
         """Of all parts."""
         return {n: c for probe in self._probes.values() for n, c in probe.combine.items()}
