@@ -172,7 +172,8 @@ def _incidents(sidecar: Remote, run: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _protection(run: dict[str, Any]) -> str:
-    return text(run["protection"] or words.DASH) if run["state"] == "running" else words.DASH
+    known = run["state"] == "running" and run["step"] is not None and run["protection"]
+    return text(run["protection"]) if known else words.DASH
 
 
 def _remarks(run: dict[str, Any]) -> str:
@@ -190,10 +191,10 @@ def _status(run: dict[str, Any]) -> list[str]:
     """One run, in full."""
     ledger = run.get("ledger") or {}
     readings = (run.get("decision") or {}).get("readings") or {}
-    live = run["state"] == "running"
+    live = run["state"] == "running" and run["step"] is not None
     head = f"run {text(run['run'])}: {run['state']}"
-    if live and run["protection"]:
-        head += f", protection {run['protection']}"
+    if live:
+        head += f", protection {_protection(run)}"
     lines = [head]
     lines += [f"  ! {line}" for line in _alarms(run, ledger, live)]
 
@@ -206,8 +207,10 @@ def _status(run: dict[str, Any]) -> list[str]:
     row("loss", number(run["loss"]), "" if base is None else f"expected {number(base)}")
     mean = readings.get("norm_baseline")
     row("gradient norm", number(run["grad_norm"]), "" if mean is None else f"mean {number(mean)}")
-    factor = (run.get("decision") or {}).get("lr_factor", 1.0)
-    row("learning rate", "as scheduled" if factor == 1.0 else f"x{number(factor)} of the schedule")
+    if run.get("decision"):
+        factor = run["decision"]["lr_factor"]
+        cut = f"x{number(factor)} of the schedule"
+        row("learning rate", "as scheduled" if factor == 1.0 else cut)
     seen = DASH_NONE if run["step"] is None else ago(run["last_report_s_ago"])
     row("last report", seen)
     row("policy", f"{text(run['policy'])}, mode {run['mode']}")
@@ -252,6 +255,8 @@ def _alarms(run: dict[str, Any], ledger: dict[str, Any], live: bool) -> list[str
     """What somebody should know first, each with the way out."""
     name = text(run["run"])
     said = []
+    if run["step"] is None:
+        said.append("the trainer has registered and not reported a step yet")
     if run["state"] == "lost":
         said.append(
             f"no sign of life for {ago(run['last_report_s_ago']).removesuffix(' ago')}: is the "

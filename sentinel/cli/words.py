@@ -73,6 +73,8 @@ def ago(seconds: float | None) -> str:
     """How long it is."""
     if seconds is None:
         return DASH
+    if seconds < 1.5:
+        return "just now"
     for unit, size, most in (("s", 1, 100), ("min", 60, 90), ("h", 3600, 36)):
         if seconds < size * most:
             return f"{seconds / size:.0f} {unit} ago"
