@@ -73,18 +73,19 @@ def measured(probe: ActivationProbe, step: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("batches", [1, 3, 4, 11])
+@pytest.mark.parametrize("every", [1, 2, 1000])
 def test_rms_and_largest_are_those_of_all_micro_batches(
-    dtype: torch.dtype, batches: int, attached: Any
+    dtype: torch.dtype, batches: int, every: int, attached: Any
 ) -> None:
     torch.manual_seed(0)
     model = Model().to(dtype)
-    probe, table = attached(model)
-    for _ in range(2):
+    probe, table = attached(model, every)
+    for step in range(5):
         for block in model.layers:
             block.last = []
         for b in range(batches):
             model(torch.randn(2 + b % 2, 5, 8, dtype=dtype) * (1 + b)).backward()
-        columns = measured(probe)
+        columns = measured(probe, step)
         for i, block in enumerate(model.layers):
             row = [x.name for x in table.layers].index(f"layers.{i}.b")
             everything = torch.cat([t.flatten() for t in block.last])
@@ -156,9 +157,25 @@ def test_recomputation_and_evaluation_do_not_count(reentrant: bool, attached: An
     with torch.no_grad():
         model(torch.full((2, 5, 8), 1e6))
     probe.before_step(0)
-    assert [c[:2] for c in probe._counts] == [(3, 3 * x.numel())] * 3
-    columns = resolve(probe, read(probe.pending(), [])[0])
+    parts = probe.parts(read(probe.pending(), [])[0])
+    assert parts["activation_count"].tolist() == [0, 3 * x.numel()] * 3
+    columns = probe.finish(parts)
     assert columns[LAYER_ACTIVATION_ABSMAX].max() < 1e3
+
+
+def test_an_output_that_is_written_into_afterwards_is_not_measured_late(attached: Any) -> None:
+    model = Model(2)
+    probe, _ = attached(model, every=1000)
+    sizes = []
+    for step in range(4):
+        x = torch.randn(2, 5, 8)
+        model.layers[0](x)
+        y, _ = model.layers[1](x)
+        y.detach().add_(1e6)
+        columns = measured(probe, step)
+        sizes.append(int(np.isfinite(columns[LAYER_ACTIVATION_ABSMAX]).sum()))
+        assert columns[LAYER_ACTIVATION_ABSMAX].max() < 1e3
+    assert sizes == [2, 1, 2, 2]  # the very first is measured at once, for its spread
 
 
 def test_ranks_combine_as_micro_batches_do(attached: Any) -> None:
