@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel.core.types import NOT_MEASURED
-from sentinel_hooks.ranks.group import Group
+from sentinel_hooks.ranks.group import Group, LostError
 
 Float64 = npt.NDArray[np.float64]
 
@@ -74,6 +74,7 @@ class Kind(enum.IntEnum):
     VOTE = 3  # one phase of a rollback
     LATE = 4  # a later gate of the group, whose gradients are newer than the decision
     COMPARE = 5  # the parameters, after ranks acted differently
+    COPIES = 6  # at attach: do the shares of all ranks add up to one model?
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +206,8 @@ class Agreement:
     layout: Layout
     seq: int = 0
     counts: dict[Kind, int] = field(default_factory=dict)
+    _total: Float64 | None = None  # what the last reduce gave, and which it was
+    _total_of: int = 0
 
     @property
     def rank(self) -> int:
@@ -222,9 +225,38 @@ class Agreement:
         """
         self.seq += 1
         self.counts[says.kind] = self.counts.get(says.kind, 0) + 1
+        return self._say(says)
+
+    def say_again(self, says: Says, seq: int) -> Heard:
+        """An error of our own has ended say(): what is left of it. The reduce is entered once.
+
+        Args:
+            seq: of what was to be said.
+
+        Raises:
+            LostError: as say(); or it failed again, and the others must not wait for this rank.
+        """
+        self.seq = seq
+        try:
+            return self._say(says)
+        except LostError:
+            raise
+        except Exception as error:
+            self.group.close(f"this rank cannot speak: {type(error).__name__}: {error}")
+            raise LostError(self.group.why_lost) from error
+
+    def _say(self, says: Says) -> Heard:
         world = self.group.world
-        vector = pack(says, self.seq, self.group.rank, world, self.layout)
-        return unpack(self.group.reduce(vector), world, self.layout)
+        if self._total is None or self._total_of != self.seq:
+            vector = pack(says, self.seq, self.group.rank, world, self.layout)
+            completed = self.group.completed
+            try:
+                self.group.reduce(vector)
+            finally:
+                if self.group.completed > completed:
+                    self._total, self._total_of = vector, self.seq
+        assert self._total is not None
+        return unpack(self._total, world, self.layout)
 
 
 def pack(says: Says, seq: int, rank: int, world: int, layout: Layout) -> Float64:

@@ -13,6 +13,10 @@ What a rank carried out at a step is said at the next one. When it was not the s
 parameters are compared at the next safe point, and only if they differ the run is halted: on all
 ranks, at the same step.
 
+An error of our own in the middle of a step, on one rank alone, must not make that rank act alone:
+begin() starts a step, rewind() lets it be gone through again, and what was heard in it the first
+time is not asked a second time, but given again in the same order.
+
 Threads: the training one. Errors: none raised.
 """
 
@@ -103,6 +107,8 @@ class Council:
         self._applied_differed = False
         self._parted: Parted | None = None
         self._published = False
+        self._heard: list[Any] = []  # in this step, and how much of it was given (again)
+        self._given = 0
 
     @property
     def rank(self) -> int:
@@ -121,6 +127,21 @@ class Council:
 
     # ---------------------------------------------------------------- the step
 
+    def begin(self) -> None:
+        """A gate is entered."""
+        self._heard, self._given = [], 0
+
+    def rewind(self) -> None:
+        """It is gone through again, after an error of our own."""
+        self._given = 0
+
+    def _once(self, talk: Callable[[], None]) -> Any:
+        """Talk to the others (`talk` notes what it heard), unless this was done before rewind()."""
+        if self._given == len(self._heard):
+            talk()
+        self._given += 1
+        return self._heard[self._given - 1]
+
     def want_off(self, why: str) -> None:
         """This rank cannot go on guarding: all shall stop at the next step."""
         self._wanted_off = self._wanted_off or why
@@ -133,20 +154,11 @@ class Council:
         self, measured: Any, facts: Facts, note: Note, *, attempt: int
     ) -> tuple[Heard, Note] | None:
         """The one reduce of a step; `measured` None: measuring failed."""
-        says = Says(Kind.STEP, attempt=attempt, blind=measured is None)
-        if measured is not None:
-            says.loss = measured.loss
-            says.total_sq, says.layer_sq_L = measured.total_sq, measured.layer_sq_L
-            says.params_bad = bool(measured.params_bad)
-            says.parts = measured.parts
-        says.off = bool(self._wanted_off)
-        says.taken, says.written, says.ready = facts.taken, facts.written, facts.ready
-        if self._log:
-            last = self._log[-1]
-            says.action = _digest(last)
-            says.applied = last.applied
-        if self.rank == 0:
-            says.note = self._packed(note)
+        try:
+            says = self._said(measured, facts, note, attempt)
+        except Exception as error:  # noqa: BLE001  the others are waiting, whatever failed here
+            logger.error("this rank has nothing to say at this step: %r", error)
+            says = Says(Kind.STEP, attempt=attempt, blind=True)
         heard = self._say(says)
         if heard is None:
             return None
@@ -163,6 +175,23 @@ class Council:
             logger.error("the note of rank 0 cannot be read: %s", error)
             heard.blind, told = heard.blind + 1, Note()
         return heard, told
+
+    def _said(self, measured: Any, facts: Facts, note: Note, attempt: int) -> Says:
+        says = Says(Kind.STEP, attempt=attempt, blind=measured is None)
+        if measured is not None:
+            says.loss = measured.loss
+            says.total_sq, says.layer_sq_L = measured.total_sq, measured.layer_sq_L
+            says.params_bad = bool(measured.params_bad)
+            says.parts = measured.parts
+        says.off = bool(self._wanted_off)
+        says.taken, says.written, says.ready = facts.taken, facts.written, facts.ready
+        if self._log:
+            last = self._log[-1]
+            says.action = _digest(last)
+            says.applied = last.applied
+        if self.rank == 0:
+            says.note = self._packed(note)
+        return says
 
     def _packed(self, note: Note) -> bytes:
         """As many orders as fit; the others go with the next step."""
@@ -194,21 +223,27 @@ class Council:
                 kind = _OTHER
             size = len(payload or b"") if kind == _OTHER else 0
             told = bytes([kind]) + size.to_bytes(4, "little") + (payload or b"")[:size]
-        try:
-            heard = self._agreement.group.tell(told, ANSWER_BYTES)
-        except LostError as error:
-            self._lose(error)
+        heard = self._tell(told, ANSWER_BYTES)
+        if heard is None:
             return None
         size = int.from_bytes(heard[1:5], "little")
         return heard[0] != _OWN, heard[5 : 5 + size] if heard[0] == _OTHER else None
 
     def state(self, encoded: bytes | None, size: int) -> bytes | None:
         """Rank 0's engine state after a restart."""
-        try:
-            return self._agreement.group.tell(encoded, size)
-        except LostError as error:
-            self._lose(error)
-            return None
+        return self._tell(encoded, size)
+
+    def _tell(self, payload: bytes | None, size: int) -> bytes | None:
+        def talk() -> None:
+            told = None
+            try:
+                told = self._agreement.group.tell(payload, size)
+            except LostError as error:
+                self._lose(error)
+            self._heard.append(told)
+
+        told: bytes | None = self._once(talk)
+        return told
 
     # ---------------------------------------------------------------- rarer things
 
@@ -224,6 +259,11 @@ class Council:
         if heard is None or heard.failed or answer is None:
             return None
         return CanaryAnswer(answer.step, *heard.values)
+
+    def copies(self, mine: float) -> float | None:
+        """At attach: elements of the model, all ranks' shares added up."""
+        heard = self._say(Says(Kind.COPIES, values=(mine, 0.0)))
+        return None if heard is None else heard.values[0] * heard.ranks
 
     def all_finite(self, finite: bool) -> bool:
         """A later gate of the group: may its gradients be applied?"""
@@ -271,18 +311,28 @@ class Council:
         return False
 
     def _say(self, says: Says) -> Heard | None:
-        if self.off:
-            return None
+        heard: Heard | None = self._once(lambda: self._talk(says))
+        return heard
+
+    def _talk(self, says: Says) -> None:
+        heard: Heard | None = None
+        seq = self._agreement.seq + 1
         try:
-            heard = self._agreement.say(says)
+            if not self.off:
+                try:
+                    heard = self._agreement.say(says)
+                except LostError:
+                    raise
+                except Exception as error:  # noqa: BLE001  the others are waiting: once more
+                    logger.error("talking to the other ranks failed here, once more: %r", error)
+                    heard = self._agreement.say_again(says, seq)
         except LostError as error:
             self._lose(error)
-            return None
-        if not heard.in_step:
+        if heard is not None and not heard.in_step:
             self._stop("the ranks are out of step: they spoke of different steps")
             self._wonder()
-            return None
-        return heard
+            heard = None
+        self._heard.append(heard)
 
     def _lose(self, error: LostError) -> None:
         self._stop(f"the ranks have lost each other ({error})")

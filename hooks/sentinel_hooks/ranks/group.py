@@ -39,6 +39,7 @@ class Group:
         self.rank = rank
         self.world = world
         self.collectives = 0
+        self.completed = 0
         self.why_lost = ""
 
     @classmethod
@@ -100,6 +101,7 @@ class Group:
         except Exception as error:
             self.close(f"{name}: {str(error).splitlines()[0][:200]}")
             raise LostError(self.why_lost) from error
+        self.completed += 1
 
     def close(self, why: str = "the group is closed") -> None:
         """Let go: connections break, and whoever waits for this rank hears of it at once."""

@@ -59,8 +59,8 @@ class StepDriver(Protocol):
         """Gradients are final: what shall be done? Runs under the guard and no_grad."""
         ...
 
-    def keep_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """before_step() has ended or failed: other ranks must not wait for this one in vain."""
+    def keep_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> StepPlan | None:
+        """before_step() has failed, or ended: other ranks must not wait for this one in vain."""
         ...
 
     def after_step(self, optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:
@@ -144,7 +144,8 @@ class Gate:
                 return args, kwargs
         with torch.no_grad():
             plan = self._guard.run("gate", self._driver.before_step, optimizer, call is not None)
-            self._driver.keep_step(optimizer)
+            if plan is None:
+                plan = self._driver.keep_step(optimizer, call is not None)
             if plan is not None:
                 # Once more: what one rank alone fails to do makes the ranks part.
                 if not (
