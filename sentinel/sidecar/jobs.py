@@ -98,11 +98,13 @@ class Jobs:
 
         A restarted sidecar then knows when it heard of each.
         """
-        runs = self._service.runs
-        for run in runs.runs.values():
+        heard = []
+        for run in self._service.runs.runs.values():
             if run.run_state == "running" and run.last_heard > run.saved_at:
                 run.saved_at = run.last_heard
-                runs.save(run)
+                last_step = None if run.observation is None else run.observation.step
+                heard.append((run.name, run.last_heard, last_step))
+        self._service.store.save_heard(heard)
         self._service.store.probe()
 
     async def retain(self) -> None:

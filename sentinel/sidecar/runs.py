@@ -66,6 +66,7 @@ from sentinel.sidecar.store.record import (
 from sentinel.sidecar.store.store import Store
 from sentinel.traces.records import StepRecord
 from sentinel.wire import codec, messages
+from sentinel.wire.codec import WireDecision
 from sentinel.wire.messages import (
     Close,
     Counts,
@@ -182,7 +183,7 @@ class Run:
     undecided: bool = False  # the newest decision has no outcome yet
     reply: Reply | None = None
     before: State | None = None  # before the events that came with the newest frame, if known
-    own_decision: Decision | None = None  # the trainer's, of the newest frame
+    theirs: WireDecision | None = None  # what the trainer decided, of the newest frame
     record: Record | None = None  # None: nobody writes it now
     stats_kept: dict[int, Stats] = field(default_factory=dict)
 
@@ -565,10 +566,10 @@ class Runs:
         handed: bool = False,
     ) -> bool:
         """Note a live report; whether it is on disk now."""
-        run.own_decision = None if frame.own is None else codec.core_decision(frame.own)
+        run.theirs = frame.own
         flags = 0 if decision is None else DECIDED
         if decision is None and frame.own is not None:
-            decision, data = run.own_decision, codec.encode(frame.own)
+            decision, data = codec.core_decision(frame.own), codec.encode(frame.own)
         kept = self._write(run, frame, data, decision, now, attempt, before, flags, handed=handed)
         self._count(run, frame.moves)
         self._note_incidents(run, now)
@@ -632,7 +633,8 @@ class Runs:
             if move.executed is Action.PROCEED:
                 self._store.drop_decision(run.name, run.incarnation, move.step)
                 continue
-            for decision in (run.own_decision, run.decision):
+            own = None if run.theirs is None else codec.core_decision(run.theirs)
+            for decision in (own, run.decision):
                 if decision is not None and (decision.step, decision.action) == (
                     move.step,
                     move.executed,
@@ -1113,7 +1115,7 @@ class Runs:
                 new.state, new.observation, new.decision = old.state, old.observation, old.decision
                 new.columns = old.columns
                 new.registered, new.interval_s = old.registered, old.interval_s
-                new.record, new.own_decision = old.record, old.own_decision
+                new.record, new.theirs = old.record, old.theirs
                 new.last_report, new.unwritten = old.last_report, old.unwritten
                 new.saved_incidents = old.saved_incidents
         if new.record is None:

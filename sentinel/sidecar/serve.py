@@ -11,6 +11,7 @@ Errors:  ConfigError for an address that cannot be used.
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import os
@@ -26,6 +27,7 @@ import uvicorn
 
 from sentinel.core.errors import ConfigError
 from sentinel.sidecar.app import create_app
+from sentinel.sidecar.direct import Direct
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
 
@@ -139,7 +141,7 @@ def serve(
             sock.listen(BACKLOG)
         app = create_app(settings, clock=time.time, timer=time.perf_counter)  # noqa: TID251 (the shell)
         config = uvicorn.Config(
-            app,
+            Direct(app, app.state.service),
             log_config=None,
             access_log=False,
             proxy_headers=False,  # a forwarded header must not decide who is local
@@ -150,22 +152,36 @@ def serve(
         )
         policy = "the trainer's" if settings.policy is None else settings.policy.name
         with _signals_end_quietly():
-            asyncio.run(
-                _run(
-                    _Server(config, app.state.service),
-                    sockets,
-                    lambda: say(
-                        f"sentinel listening on {' and '.join(where)} policy={policy} "
-                        f"pid={os.getpid()}"
-                    ),
-                )
+            serving = _run(
+                _Server(config, app.state.service),
+                sockets,
+                lambda: say(
+                    f"sentinel listening on {' and '.join(where)} policy={policy} pid={os.getpid()}"
+                ),
             )
+            # Modules live as long as the process: not worth looking at again and again. And states
+            # are trees of tuples, thousands a second, none of them in a cycle.
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(50_000, 20, 100)
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(serving)
     finally:
         for sock in sockets:
             sock.close()
         if uds is not None and len(sockets) == (port is not None) + 1:
             with suppress(FileNotFoundError):
                 os.unlink(uds)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it is installed: a fifth less CPU time for each report."""
+    try:
+        from uvloop import new_event_loop
+    except ModuleNotFoundError:
+        return None
+    made: Callable[[], asyncio.AbstractEventLoop] = new_event_loop
+    return made
 
 
 class _Server(uvicorn.Server):

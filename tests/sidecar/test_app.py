@@ -26,6 +26,7 @@ from sentinel.core.policy import Policy
 from sentinel.core.state import State
 from sentinel.core.types import Action, Observation, Outcome, Source
 from sentinel.sidecar.app import create_app
+from sentinel.sidecar.direct import Direct
 from sentinel.sidecar.exporter import (
     HISTOGRAMS,
     SIDECAR,
@@ -850,5 +851,54 @@ class TestMetrics:
                 text = (await at.tcp.get("/metrics")).text
                 assert 'sentinel_layer_grad_norm{run="r",layer="a"} 1\n' in text
                 assert 'sentinel_layer_grad_norm{run="r",layer="a#2"} 2\n' in text
+
+        run(test)
+
+
+class TestDirect:
+    """Steps take the short way in a real server; both ways answer the same."""
+
+    def test_both_ways_answer_byte_for_byte_the_same(self) -> None:
+        async def test() -> None:
+            answers = []
+            for short in (False, True):
+                async with sidecar(token="t") as at:
+                    app = Direct(at.app, at.app.state.service) if short else at.app
+                    transport = httpx.ASGITransport(app=app)
+                    async with httpx.AsyncClient(transport=transport, base_url="http://t") as tcp:
+                        at.tcp = tcp
+                        trainer = Trainer(at)
+                        await trainer.register()
+                        await trainer.step()
+                        good = Steps(
+                            run="r",
+                            incarnation="i",
+                            fence=trainer.fence,
+                            policy_hash=codec.policy_hash(POLICY),
+                            frames=(),
+                        )
+                        said = []
+                        for run, token, body in (
+                            ("r", "t", messages.encode_message(good)),
+                            ("r", "wrong", messages.encode_message(good)),
+                            ("other", "t", messages.encode_message(good)),
+                            ("r", "t", b"\xff"),
+                            ("a%2Fb", "t", b"\xff"),
+                            ("", "t", b"\xff"),
+                        ):
+                            path = f"/v1/runs/{run}/steps"
+                            got = await tcp.post(
+                                path,
+                                content=body,
+                                headers={
+                                    "content-type": messages.CONTENT_TYPE,
+                                    messages.SEAL_HEADER: messages.seal(token, path, body),
+                                },
+                            )
+                            said.append((got.status_code, sorted(got.headers.items()), got.content))
+                        assert at.app.state.service.health.requests["steps", "2xx"] >= 2
+                        answers.append(said)
+            assert answers[0] == answers[1]
+            assert [status for status, _, _ in answers[0]][:4] == [200, 401, 422, 422]
 
         run(test)

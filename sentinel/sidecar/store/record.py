@@ -50,6 +50,7 @@ SEGMENT_BYTES = 2 * 2**20  # a hundred open indices fit into 20 MB
 LATE, DECIDED = 1, 2
 _REPORT = struct.Struct("<qB")  # number, flags
 _KEPT_OUTCOMES = 4096
+LOOK_EVERY = 16
 
 
 class Seen:
@@ -158,6 +159,7 @@ class Record(Recorder):
         self.seen = seen
         self._last: tuple[int, int] | None = None  # step and action of the newest step
         self._early: dict[int, Outcome] = {}  # outcomes of steps that have not arrived yet
+        self._looked = 0
         self._foreign = False  # an outcome of an earlier segment's step stands in this one
         super().__init__(
             directory,
@@ -264,6 +266,12 @@ class Record(Recorder):
             else:
                 self._index[at + EXECUTED_AT] = outcome.executed
         return True
+
+    def _look(self) -> None:
+        # Two calls of the system; a directory that somebody deletes is noticed soon enough.
+        self._looked += 1
+        if self._looked % LOOK_EVERY == 0 or self.trouble:
+            super()._look()
 
     def _holes(self) -> bool:
         return len(self.seen.spans) > 1

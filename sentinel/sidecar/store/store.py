@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import delete, select, text
+from sqlalchemy import delete, select, text, update
 from sqlalchemy.orm import Session
 
 from sentinel.core.errors import ConfigError
@@ -188,6 +188,13 @@ class Store:
     def save(self, row: RunRow) -> None:
         """Write a run's row, now or soon."""
         self.database.submit(lambda session: session.merge(row))
+
+    def save_heard(self, heard: Sequence[tuple[str, float, int | None]]) -> None:
+        """When these runs were last heard, and their newest steps: all in one go."""
+        if not heard:
+            return
+        rows = [{"name": n, "heard_at": at, "last_step": step} for n, at, step in heard]
+        self.database.submit(lambda session: session.execute(update(RunRow), rows))
 
     def save_decision(self, row: DecisionRow) -> None:
         """Write an executed action; one of the same step replaces it."""
