@@ -137,7 +137,7 @@ export class RunView {
   // ---- what a person can do ---------------------------------------------------------------
 
   #actions() {
-    const run = this.about, live = run.state === "running";
+    const run = this.about, live = run.state === "running" && !run.watched;
     const paused = run.ledger?.automation === false;
     const button = (key, text, act, options = {}) => h("button", { type: "button", "data-key": key, disabled: !live, onclick: act, ...options }, text);
     replace(this.spots.actions,
@@ -147,7 +147,9 @@ export class RunView {
       button("rollback", "Roll back…", () => this.#rollback()),
       button("scale", "Scale learning rate…", () => this.#scale()),
       button("halt", "Halt…", () => this.#order("halt"), { class: "danger" }),
-      live ? null : h("span", { class: "mute" }, "This run is over or lost: nobody would hear an order."));
+      live ? null : h("span", { class: "mute" }, run.watched && run.state === "running"
+        ? "This run reports to no sidecar, so it hears no order. To pause it, put a file PAUSE into its run directory."
+        : "This run is over or lost: nobody would hear an order."));
   }
 
   #ask(kind, options, fields = [], values = () => ({})) {
@@ -297,7 +299,7 @@ export class RunView {
           h("td", { role: "cell", "data-label": "State" }, h("span", {}, badge(one.healthy ? ["✓", "ok", "healthy"] : ["…", "warn", `candidate, ${one.quiet} quiet steps`]), " ",
             ledger.last_target === one.step ? badge(["◆", "mute", "used by the last rollback"]) : null)),
           h("td", { role: "cell", "data-label": "Steps ago" }, now === null ? DASH : step(now + 1 - one.step)),
-          h("td", { role: "cell" }, one.healthy && state === "running" ? h("button", { type: "button", class: "small", "data-key": `back-${one.step}`, "aria-label": `Roll back to step ${one.step}…`, onclick: () => this.#rollback(one.step) }, "Roll back…") : null)))))));
+          h("td", { role: "cell" }, one.healthy && state === "running" && !this.about.watched ? h("button", { type: "button", class: "small", "data-key": `back-${one.step}`, "aria-label": `Roll back to step ${one.step}…`, onclick: () => this.#rollback(one.step) }, "Roll back…") : null)))))));
   }
 
   // The newest values, and how they went since the page was opened: they are no series of their own.

@@ -17,11 +17,11 @@ const first = (newest, range) => (range === null || newest === null ? null : Mat
 // {loss: {x, y}, grad_norm: {x, y}, marks: [{step, kind, text}], left}
 export async function loadSeries(run, newest, range, incidents, points) {
   const from = first(newest, range);
-  const wanted = from !== null || (newest ?? 0) < MOST_SCORED;
-  const [data, scores] = await Promise.all([
-    ask(runPath(run, `/series${query({ name: "loss,grad_norm", from, points })}`)),
-    wanted ? ask(runPath(run, `/series${query({ name: "spike_score", from, points })}`)).catch(refused) : null,
-  ]);
+  const data = await ask(runPath(run, `/series${query({ name: "loss,grad_norm", from, points })}`));
+  // Scores are not in the index of the series: only for so many steps.
+  const scores = data.rows > 0 && data.rows <= MOST_SCORED
+    ? await ask(runPath(run, `/series${query({ name: "spike_score", from: data.from, to: data.to, points })}`)).catch(refused)
+    : null;
   const curve = (name) => {
     const { step = [], value = [] } = data.series[name] ?? {};
     return { x: step, y: value.map(number) };
