@@ -366,7 +366,7 @@ def test_a_run_of_a_million_steps_opens_at_once(browser: Any, tmp_path: Path) ->
         seen.page.keyboard.press("Home")
         assert chart.get_attribute("aria-valuetext").startswith("step 0: ")
         asked = [u for u in seen.requests if "/series?" in u or "/layers?" in u]
-        assert len(asked) >= 6
+        assert len(asked) >= 2
         for url in asked:
             assert 0 < int(url.split("points=")[1].split("&")[0]) <= 1500
         assert seen.problems() == []
