@@ -1,0 +1,100 @@
+"""Norm-trend detector: does the gradient norm rise steadily, and the loss with it?
+
+    observe(state, norm, loss, config) -> (next state, TrendReading(rising, ratio, together))
+
+Steadily: the medians of `segments` segments of `length` steps each rise from one to the next, all
+but one of them, and the last is `factor` times the first. A single spike moves no median. The
+reading behind it: init variance too large, a normalisation missing.
+
+Together: within the last `short` steps the median of the newer half is above that of the older one
+for both, by `loss_rise` and `norm_rise`. The reading behind it: the update direction oscillates.
+
+Units:   norm as measured; loss [nats/token]; ratio = last median / first median.
+Purity:  state is an immutable value of bounded size.
+Errors:  TrendConfig raises ConfigError. Values that are not finite are passed over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from sentinel.core import bounds
+from sentinel.core.windows import median
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrendConfig:
+    """Settings; see the module docstring."""
+
+    segments: int = 8
+    length: int = 32
+    factor: float = 2.0
+    short: int = 16
+    loss_rise: float = 0.02
+    norm_rise: float = 0.25
+
+    def __post_init__(self) -> None:
+        bounds.check(
+            "norm_trend",
+            segments=(self.segments, 4, 64),
+            length=(self.length, 4, 4096),
+            factor=(self.factor, 1.0, 1e6),
+            short=(self.short, 8, 512),
+            loss_rise=(self.loss_rise, 0.0, 10.0),
+            norm_rise=(self.norm_rise, 0.0, 100.0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrendState:
+    """Medians of whole segments, the norms of the one that is being filled, the last pairs."""
+
+    medians: tuple[float, ...] = ()
+    filling: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TrendReading:
+    """`ratio` is nan until all segments are there."""
+
+    rising: bool = False
+    ratio: float = math.nan
+    together: bool = False
+
+
+def observe(
+    state: TrendState, norm: float | None, loss: float | None, config: TrendConfig
+) -> tuple[TrendState, TrendReading]:
+    """Take in one step."""
+    if norm is None or not math.isfinite(norm):
+        return state, TrendReading()
+    medians, filling = state.medians, (*state.filling, norm)
+    if len(filling) == config.length:
+        medians = (*medians, median(sorted(filling)))[-config.segments :]
+        filling = ()
+    losses, norms = state.losses, state.norms
+    if loss is not None and math.isfinite(loss):
+        losses = (*losses, loss)[-config.short :]
+        norms = (*norms, norm)[-config.short :]
+    rising, ratio = False, math.nan
+    if len(medians) == config.segments and medians[0] > 0:
+        ups = sum(b > a for a, b in itertools.pairwise(medians))
+        ratio = medians[-1] / medians[0]
+        rising = ups >= config.segments - 2 and ratio >= config.factor
+    together = (
+        len(losses) == config.short
+        and _rise(losses) >= config.loss_rise
+        and _rise(norms) >= config.norm_rise
+    )
+    return TrendState(medians, filling, losses, norms), TrendReading(rising, ratio, together)
+
+
+def _rise(values: tuple[float, ...]) -> float:
+    """Median of the newer half over that of the older, less 1."""
+    half = len(values) // 2
+    older, newer = median(sorted(values[:half])), median(sorted(values[half:]))
+    return newer / older - 1.0 if older > 0 else 0.0

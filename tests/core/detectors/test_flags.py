@@ -1,0 +1,373 @@
+"""Flags with advice: each on a series that has the illness, and on its healthy twin.
+
+`python -m pytest tests/core/detectors/test_flags.py -k table -s` prints the confusion table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from sentinel.core.detectors import (
+    depth,
+    layer_band,
+    layer_outlier,
+    loss_scale,
+    loss_shape,
+    norm_trend,
+    resources,
+    stale_grads,
+    throughput,
+)
+from sentinel.core.errors import ConfigError
+from sentinel.core.types import NOT_MEASURED
+
+Rng = np.random.Generator
+
+
+def falling(rng: Rng, n: int, noise: float = 0.02) -> list[float]:
+    """A loss as it falls in healthy training."""
+    t = np.arange(n)
+    return list((2.0 + 5.0 * (1 + t / 30) ** -0.5) * np.exp(noise * rng.normal(size=n)))
+
+
+def norms(rng: Rng, n: int, level: float = 2.0, noise: float = 0.2) -> list[float]:
+    return list(level * np.exp(noise * rng.normal(size=n)))
+
+
+def f32(values: Any) -> Any:
+    return np.asarray(values, dtype=np.float32)
+
+
+def ever(module: Any, state: Any, config: Any, series: Any, flag: Callable[[Any], bool]) -> bool:
+    """Was it flagged at any step?"""
+    flagged = False
+    for values in series:
+        values = values if isinstance(values, tuple) else (values,)
+        state, reading = module.observe(state, *values, config)
+        flagged = flagged or flag(reading)
+    return flagged
+
+
+# ---------------------------------------------------------------- one pair each
+
+
+def over_depth(rng: Rng, rho: float) -> bool:
+    L = 48
+    column = f32(rho ** np.arange(L) * np.exp(0.3 * rng.normal(size=L)))
+    column[::2] = NOT_MEASURED
+    blocks = np.arange(L) // 2
+    return depth.judge(column, blocks, depth.DepthConfig()).flagged
+
+
+def mixing(rng: Rng, strength: float) -> bool:
+    maps = [np.eye(4) + strength * np.abs(rng.normal(size=(4, 4))) for _ in range(30)]
+    maps = [m / (m.sum(1, keepdims=True) if strength == 0.05 else 1.0) for m in maps]
+    return depth.mixing_flagged(depth.mixing_gain(maps), depth.DepthConfig())
+
+
+def outlier(rng: Rng, factor: float) -> bool:
+    names = tuple(f"h.{i}.{part}" for i in range(12) for part in ("attn.q", "norm", "mlp"))
+    level = np.tile([1.0, 0.001, 5.0], 12)  # roles differ by themselves
+    column = f32(level * np.exp(0.5 * rng.normal(size=36)))
+    column[int(rng.integers(36))] *= factor
+    reading = layer_outlier.judge(
+        column, layer_outlier.roles_of(names), layer_outlier.OutlierConfig()
+    )
+    return bool(reading.high or reading.low)
+
+
+def left_band(rng: Rng, factor: float) -> bool:
+    def series() -> Any:
+        drift = np.linspace(0, 1, 200)  # all layers grow slowly, as they do
+        for t in range(200):
+            column = f32(np.exp(drift[t] + 0.1 * rng.normal(size=24)))
+            if t >= 150:
+                column[7:] *= factor
+            yield column
+
+    config = layer_band.BandConfig()
+    return ever(layer_band, layer_band.BandState(), config, series(), lambda r: bool(r.out))
+
+
+def rising_norm(rng: Rng, growth: float) -> bool:
+    series = [(n * growth ** (t / 400), None) for t, n in enumerate(norms(rng, 400))]
+    series[200] = (series[200][0] * 100, None)  # one spike is no trend
+    return ever(
+        norm_trend, norm_trend.TrendState(), norm_trend.TrendConfig(), series, lambda r: r.rising
+    )
+
+
+def together(rng: Rng, rise: float) -> bool:
+    loss, norm = falling(rng, 300), norms(rng, 300, noise=0.05)
+    for i in range(12):
+        loss[280 + i] *= 1 + rise * (i + 1)
+        norm[280 + i] *= 1 + 4 * rise * (i + 1)
+    series = list(zip(norm, loss, strict=True))
+    return ever(
+        norm_trend, norm_trend.TrendState(), norm_trend.TrendConfig(), series, lambda r: r.together
+    )
+
+
+def swinging(rng: Rng, noise: float) -> bool:
+    return ever(
+        loss_shape,
+        loss_shape.ShapeState(),
+        loss_shape.ShapeConfig(),
+        falling(rng, 400, noise)[60:],
+        lambda r: r.swinging,
+    )
+
+
+def periodic(rng: Rng, height: float) -> bool:
+    loss = [v * (1 + height * (t % 7 == 3)) for t, v in enumerate(falling(rng, 600, noise=0.02))]
+    return ever(
+        loss_shape,
+        loss_shape.ShapeState(),
+        loss_shape.ShapeConfig(),
+        loss[100:],
+        lambda r: r.period != 0,
+    )
+
+
+def plateau(rng: Rng, slope: float) -> bool:
+    loss = [4.0 * math.exp(-slope * t) * math.exp(0.01 * rng.normal()) for t in range(1500)]
+    return ever(
+        loss_shape, loss_shape.ShapeState(), loss_shape.ShapeConfig(), loss, lambda r: r.plateau
+    )
+
+
+def forgotten(rng: Rng, piling: bool) -> bool:
+    series = [
+        n * (t + 1 if piling else 1) for t, n in enumerate(norms(rng, 60, level=1.5, noise=0.1))
+    ]
+    config = stale_grads.StaleConfig()
+    return ever(stale_grads, stale_grads.StaleState(), config, series, lambda r: r.flagged)
+
+
+def scale(rng: Rng, collapsing: bool) -> bool:
+    values = [65536.0 / 2 ** min(t, 5) for t in range(64)]  # finding its level is no collapse
+    values += [2048.0 / (2 ** (t // 8) if collapsing else 1 + (t > 100)) for t in range(200)]
+    config = loss_scale.ScaleConfig()
+    return ever(loss_scale, loss_scale.ScaleState(), config, values, lambda r: r.collapsing)
+
+
+def slow(rng: Rng, factor: float) -> bool:
+    rates = [1e5 * math.exp(0.05 * rng.normal()) * (factor if t > 300 else 1) for t in range(400)]
+    rates[150:153] = [1e3] * 3  # an evaluation
+    config = throughput.PaceConfig()
+    return ever(throughput, throughput.PaceState(), config, rates, lambda r: r.slow)
+
+
+def full(rng: Rng, free: float) -> bool:
+    return resources.low_headroom(free, resources.ResourceConfig())
+
+
+def clipping(rng: Rng, left: float) -> bool:
+    return resources.clip_pressure(0.97, left, resources.ResourceConfig())
+
+
+def alike(rng: Rng, spread: float) -> bool:
+    column = f32(rng.uniform(0.3, 1.0, size=12))
+    column[5], column[8] = spread, NOT_MEASURED
+    found = resources.collapsed(column, resources.ResourceConfig())
+    assert found in ((), (5,))
+    return bool(found)
+
+
+PAIRS: dict[str, tuple[Callable[[Rng, Any], bool], Any, Any]] = {
+    "growth with depth": (over_depth, 1.2, 1.02),
+    "decay with depth": (over_depth, 0.8, 0.98),
+    "residual mixing": (mixing, 0.3, 0.05),
+    "layer far above": (outlier, 1000.0, 1.0),
+    "layer far below": (outlier, 1e-4, 1.0),
+    "layer out of its band": (left_band, 10.0, 1.0),
+    "norm rises steadily": (rising_norm, 6.0, 1.0),
+    "loss and norm rise together": (together, 0.04, 0.0),
+    "loss swings": (swinging, 0.08, 0.01),
+    "periodic spikes": (periodic, 0.12, 0.0),
+    "plateau": (plateau, 0.0, 1e-4),
+    "zero_grad forgotten": (forgotten, True, False),
+    "loss scale collapses": (scale, True, False),
+    "throughput drops": (slow, 0.7, 0.95),
+    "memory headroom": (full, 0.1, 0.2),
+    "clip pressure": (clipping, 0.7, 0.95),
+    "representations collapse": (alike, 0.001, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_ill_one_is_flagged_and_its_healthy_twin_is_not(name: str) -> None:
+    run, ill, healthy = PAIRS[name]
+    for seed in range(5):
+        assert run(np.random.default_rng(seed), ill), f"missed, seed {seed}"
+        assert not run(np.random.default_rng(seed), healthy), f"false alarm, seed {seed}"
+
+
+def test_the_confusion_table() -> None:
+    rows = []
+    for name, (run, ill, healthy) in PAIRS.items():
+        caught = sum(run(np.random.default_rng(s), ill) for s in range(100, 110))
+        false = sum(run(np.random.default_rng(s), healthy) for s in range(100, 110))
+        rows.append((name, caught, false))
+        print(f"{name:32s} ill {caught:3d}/10 flagged   healthy {false:3d}/10 flagged")
+    assert sum(caught for _, caught, _ in rows) >= 10 * len(rows) - 2
+    assert sum(false for _, _, false in rows) <= 2
+
+
+# ---------------------------------------------------------------- details
+
+
+def test_depth_tells_rho_and_is_not_tilted_by_one_block() -> None:
+    column = f32(1.1 ** np.arange(100))
+    reading = depth.judge(column, np.arange(100), depth.DepthConfig())
+    assert reading.rho == pytest.approx(1.1, rel=1e-4)
+    assert reading.total == pytest.approx(1.1**99, rel=1e-2)
+    column[40] *= 1e6
+    assert depth.judge(column, np.arange(100), depth.DepthConfig()).rho == pytest.approx(
+        1.1, rel=1e-3
+    )
+    few = depth.judge(column[:3], np.arange(3), depth.DepthConfig())
+    assert math.isnan(few.rho)
+    assert not few.flagged
+    broken = depth.judge(f32([math.nan] * 9), np.arange(9), depth.DepthConfig())
+    assert not broken.flagged
+
+
+def test_layers_of_a_block_count_together_and_those_outside_do_not() -> None:
+    column = f32([9.0, 3.0, 4.0, NOT_MEASURED, 5.0, 7.0])
+    blocks = np.array([-1, 0, 0, 1, 1, -1])
+    assert depth.per_block(column, blocks).tolist() == [5.0, 5.0]
+    assert depth.gain(f32([2.0, 4.0, 3.0]), np.arange(3)) == (1.5, 2.0)
+    assert all(map(math.isnan, depth.gain(f32([2.0]), np.arange(1))))
+
+
+def test_mixing_gain_is_that_of_the_product() -> None:
+    up, down = np.array([[2.0, 0.0], [1.0, 1.0]]), np.array([[0.5, 0.5], [0.0, -3.0]])
+    product = down @ up
+    assert depth.mixing_gain([up, down]) == (
+        np.abs(product).sum(1).max(),
+        np.abs(product).sum(0).max(),
+    )
+    assert depth.mixing_flagged((math.nan, 1.0), depth.DepthConfig())
+
+
+def test_the_layer_that_left_first_is_remembered_until_all_are_back() -> None:
+    config = layer_band.BandConfig(warmup=8)
+    state = layer_band.BandState()
+    calm = f32([1.0, 2.0, 3.0, NOT_MEASURED])
+    for t in range(20):
+        state, reading = layer_band.observe(state, calm * (1 + 0.01 * (t % 3)), config)
+        assert reading == layer_band.BandReading()
+    state, reading = layer_band.observe(state, f32([1.0, 200.0, 3.0, NOT_MEASURED]), config)
+    assert reading == layer_band.BandReading((1,), (1,))
+    state, reading = layer_band.observe(state, f32([1e6, 200.0, math.nan, NOT_MEASURED]), config)
+    assert reading == layer_band.BandReading((2, 0, 1), (1,))
+    state, reading = layer_band.observe(state, calm, config)
+    assert reading == layer_band.BandReading()
+    state, reading = layer_band.observe(state, f32([50.0, 2.0, 3.0, NOT_MEASURED]), config)
+    assert reading.first == (0,)
+
+
+def test_a_new_level_is_a_layers_own_after_a_while() -> None:
+    config = layer_band.BandConfig(warmup=8, patience=20)
+    state = layer_band.BandState()
+    outs = []
+    for t in range(120):
+        column = f32([1.0, 1.0 if t < 20 else 30.0])
+        state, reading = layer_band.observe(state, column, config)
+        outs.append(bool(reading.out))
+    assert outs[20]
+    assert not any(outs[100:])
+
+
+@pytest.mark.parametrize(
+    ("module", "first", "config", "values"),
+    [
+        (layer_band, layer_band.BandState(), layer_band.BandConfig(), (f32([1.0, 2.0]),)),
+        (norm_trend, norm_trend.TrendState(), norm_trend.TrendConfig(), (2.0, 3.0)),
+        (loss_shape, loss_shape.ShapeState(), loss_shape.ShapeConfig(), (3.0,)),
+        (stale_grads, stale_grads.StaleState(), stale_grads.StaleConfig(), (2.0,)),
+        (loss_scale, loss_scale.ScaleState(), loss_scale.ScaleConfig(), (1024.0,)),
+        (throughput, throughput.PaceState(), throughput.PaceConfig(), (1e5,)),
+    ],
+    ids=lambda x: getattr(x, "__name__", "").rpartition(".")[2],
+)
+def test_states_are_bounded_values_that_survive_being_saved(
+    module: Any, first: Any, config: Any, values: tuple[Any, ...]
+) -> None:
+    rng = np.random.default_rng(0)
+    state, sizes = first, []
+    for t in range(3000):
+        moved = tuple(v * float(np.exp(0.1 * rng.normal())) for v in values)
+        state, _ = module.observe(state, *moved, config)
+        if t in (1500, 2999):
+            saved = msgspec.msgpack.encode(state)
+            sizes.append(len(saved))
+            again = msgspec.msgpack.decode(saved, type=type(state))
+            assert again == state
+            assert repr(module.observe(again, *moved, config)) == repr(
+                module.observe(state, *moved, config)
+            )
+    assert sizes[1] <= sizes[0] * 1.2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_no_value_raises_and_none_stays_for_good(bad: float) -> None:
+    for module, state, config, make in (
+        (norm_trend, norm_trend.TrendState(), norm_trend.TrendConfig(), lambda v: (v, v)),
+        (loss_shape, loss_shape.ShapeState(), loss_shape.ShapeConfig(), lambda v: (v,)),
+        (stale_grads, stale_grads.StaleState(), stale_grads.StaleConfig(), lambda v: (v,)),
+        (loss_scale, loss_scale.ScaleState(), loss_scale.ScaleConfig(), lambda v: (abs(v),)),
+        (throughput, throughput.PaceState(), throughput.PaceConfig(), lambda v: (v,)),
+        (layer_band, layer_band.BandState(), layer_band.BandConfig(), lambda v: (f32([v, 1]),)),
+    ):
+        for t in range(400):
+            value = bad if t == 200 and module is not loss_scale else 2.0 + 0.01 * (t % 5)
+            state, reading = module.observe(state, *make(value), config)  # type: ignore[attr-defined]
+        flags = [
+            getattr(reading, n)
+            for n in ("rising", "together", "swinging", "flagged", "slow")
+            if hasattr(reading, n)
+        ]
+        assert not any(flags), module
+        text = repr(state)
+        assert "nan" not in text or module is layer_band
+        assert "inf" not in text
+
+
+def test_what_was_not_measured_says_nothing() -> None:
+    config = resources.ResourceConfig()
+    assert not resources.low_headroom(None, config)
+    assert not resources.clip_pressure(None, 0.1, config)
+    assert resources.collapsed(f32([NOT_MEASURED, math.nan]), config) == ()
+    state = throughput.PaceState()
+    assert throughput.observe(state, None, throughput.PaceConfig())[0] is state
+    assert loss_scale.observe(loss_scale.ScaleState(), None, loss_scale.ScaleConfig())[1] == (
+        loss_scale.ScaleReading()
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: depth.DepthConfig(total=0.5), "depth.total must lie between 1 and 1e+12, got 0.5"),
+        (lambda: layer_outlier.OutlierConfig(least=1), "layer_outlier.least must"),
+        (lambda: layer_band.BandConfig(width=0.0), "layer_band.width must"),
+        (lambda: norm_trend.TrendConfig(short=2), "norm_trend.short must"),
+        (lambda: loss_shape.ShapeConfig(swing=-1.0), "loss_shape.swing must"),
+        (lambda: stale_grads.StaleConfig(fit=2.0), "stale_grads.fit must"),
+        (lambda: loss_scale.ScaleConfig(window=1), "loss_scale.window must"),
+        (lambda: throughput.PaceConfig(drop=2.0), "throughput.drop must"),
+        (lambda: resources.ResourceConfig(headroom=2.0), "resources.headroom must"),
+    ],
+)
+def test_a_setting_out_of_bounds_is_refused_by_name(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make()
+    assert text in str(raised.value)
