@@ -27,12 +27,13 @@ import msgspec
 import torch
 
 from sentinel.core.errors import SentinelError, TraceError
+from sentinel.core.exposition import Textfile
 from sentinel.core.policy import Policy
 from sentinel.core.types import Mode
 from sentinel.traces import ledger
 from sentinel.traces import snapshots as stored
 from sentinel.wire import codec, messages
-from sentinel_hooks import adapters, waiting
+from sentinel_hooks import adapters, outlets, waiting
 from sentinel_hooks.adapters import plain
 from sentinel_hooks.errors import AttachError, StillHalted
 from sentinel_hooks.layers import LayerTable
@@ -76,6 +77,7 @@ def attach(
     extra_state: Sequence[Any] = (),
     batch_id: Callable[[], str] | None = None,
     norm_fn: Callable[[], Any] | None = None,
+    webhook: str | None = None,
 ) -> Session:
     """Watch a training loop, and undo the step that breaks it.
 
@@ -100,6 +102,8 @@ def attach(
         record: write the trace.
         extra_state: objects with state_dict() and load_state_dict() that a rollback puts back.
         batch_id: called once a step; names the batch in reports.
+        webhook: an address that is posted a JSON object when something happens; default
+            $SENTINEL_WEBHOOK, else none. Of several ranks the first one tells.
         norm_fn: called at the gate, returns the global gradient norm, where ours would be wrong.
 
     Raises:
@@ -134,6 +138,7 @@ def attach(
             extra_state=extra_state,
             batch_id=batch_id,
             norm_fn=norm_fn,
+            webhook=webhook,
         )
     try:
         target = plain.collect(model, optimizer, lr_scheduler, grad_scaler, extra_state)
@@ -147,6 +152,7 @@ def attach(
         directory = _directory(run_dir)
         chosen = Policy.load(policy).with_mode(mode)
         _run_id(run_id)
+        address = outlets.webhook_address(webhook)
         table = LayerTable.of(target.models)
     except SentinelError as error:
         meeting.decline(str(error))
@@ -196,6 +202,7 @@ def attach(
         norm_fn=norm_fn,
         blind_spots=spots,
         council=council,
+        outlets=_outlets(beginning, directory, table, record, address, together.rank),
         first_save=beginning.first_save,
         sharers=int(os.environ.get("LOCAL_WORLD_SIZE") or together.world),
     )
@@ -212,6 +219,28 @@ def attach(
         together.world,
     )
     return session
+
+
+def _outlets(
+    beginning: _Beginning,
+    directory: Path,
+    table: LayerTable,
+    record: bool,
+    address: str,
+    rank: int,
+) -> outlets.Outlets | None:
+    """Of the first rank; the text file only where no sidecar exports the same."""
+    if rank:
+        return None
+    page = None
+    if record and not beginning.link.status().url:
+        page = Textfile(
+            beginning.run,
+            policy=beginning.link.policy,
+            incarnation=beginning.incarnation,
+            layers=[x.name for x in table.layers],
+        )
+    return outlets.Outlets.of(run=beginning.run, run_dir=directory, page=page, webhook=address)
 
 
 _APART = (

@@ -47,7 +47,7 @@ import torch
 from torch import Tensor, nn
 
 from sentinel.core import engine
-from sentinel.core.events import AutomationSet, Event
+from sentinel.core.events import AutomationSet, Event, Restored, RestoreFailed
 from sentinel.core.policy import CanaryMode, Policy
 from sentinel.core.state import State
 from sentinel.core.types import (
@@ -57,6 +57,7 @@ from sentinel.core.types import (
     Observation,
     Outcome,
     Protection,
+    Severity,
     Source,
 )
 from sentinel.traces.ledger import HALTED
@@ -70,6 +71,7 @@ from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.ledger_file import Keeper, fingerprint
 from sentinel_hooks.link import EmbeddedLink, Link
 from sentinel_hooks.observe import Faint, Measured, Observer
+from sentinel_hooks.outlets import Outlets
 from sentinel_hooks.probes.grads import local, share
 from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.ranks.council import Council, Note
@@ -157,6 +159,7 @@ class Session:
         blind_spots: Sequence[BlindSpot] = (),
         clock: Callable[[], float] = time.perf_counter,
         council: Council | None = None,
+        outlets: Outlets | None = None,
         first_save: int = 0,
         sharers: int = 1,
     ) -> None:
@@ -164,6 +167,7 @@ class Session:
 
         Args:
             council: with several ranks, this one's seat.
+            outlets: where things are told without a sidecar.
             first_save: number of the first save to disk, equal on all ranks.
             sharers: ranks on this machine.
         """
@@ -179,6 +183,7 @@ class Session:
         self._clock = clock
         self._loss_fn = loss_fn
         self._council = council
+        self._outlets = outlets
         self._keeper = keeper or Keeper(
             self.directory,
             run=run_id,
@@ -260,7 +265,7 @@ class Session:
         self._halted = False
         # Several ranks: whether this gate has entered the reduce, and has run to its end.
         self._entered = False
-        self._gate_ended = False
+        self._gate_begun = self._gate_ended = False
         self._gate_before: tuple[set[int], int, int, int, int] = (set(), 0, 0, 0, 0)
         self._pause_looked = self._state.step - PAUSE_EVERY
         self._paused = self._keeper.paused_by_file
@@ -307,7 +312,7 @@ class Session:
         self._detached = True
         self._open = self._recorder = self._restore_due = None
         self._link = EmbeddedLink(self.policy)
-        self._council = None
+        self._council = self._outlets = None
 
     def stand_aside(self, why: str) -> None:
         """Take the hooks out again: this process shall train unattached, and status() says why."""
@@ -518,8 +523,10 @@ class Session:
             self._unseen,
             self._gates_since_update,
         )
+        self._gate_begun = False
         if self._council is not None:
             self._council.begin()
+        self._gate_begun = True
         plan = self._before_step(optimizer, closure)
         self._gate_ended = True
         return plan
@@ -539,7 +546,10 @@ class Session:
         self._done = set() if first else set(done)
         if first:
             self._open = None  # settled is settled: what is open now is this very step
-        self._council.rewind()
+        if self._gate_begun:
+            self._council.rewind()
+        else:
+            self._council.begin()
         plan = self._guard.run("again", self._before_step, optimizer, closure)
         if plan is not None or not first:
             return plan
@@ -816,6 +826,7 @@ class Session:
             return
         self._off = why
         step = self._state.step
+        self._tell_off()
         if self._council is not None:
             self._council.carried_out(step, Action.PROCEED.name, True, 1.0)
         logger.error(
@@ -824,6 +835,11 @@ class Session:
             step,
             why,
         )
+
+    def _tell_off(self) -> None:
+        if self._outlets is not None:
+            text = f"protection is off, training goes on: {self._off}"
+            self._outlets.tell("off", Severity.CRITICAL, self._state.step, text)
 
     def _look_after_loss(self) -> None:
         """The group is gone: were the ranks still alike when it went?"""
@@ -906,6 +922,9 @@ class Session:
             )
         self._keeper.settled(observation, decision, outcome)
         self._keeper.moved(before, self._state)  # before a restore or a halt is carried out
+        if self._outlets is not None:
+            self._outlets.step(observation, decision, self._state, self._guard.counts)
+            self._outlets.moved(before, self._state)
         self._snapshot_due = decision.take_snapshot and open_.applied
         if open_.executed is Action.ROLLBACK:
             self._restore_due = decision
@@ -940,6 +959,14 @@ class Session:
         before = self._state.ledger
         self._state = self._surely(engine.note, self._state, event, self.policy)
         self._keeper.moved(before, self._state)
+        if self._outlets is not None:
+            self._outlets.moved(before, self._state)
+            if isinstance(event, Restored):
+                text = f"rolled back to step {event.target}"
+                self._outlets.tell("rollback", Severity.CRITICAL, event.step, text)
+            elif isinstance(event, RestoreFailed):
+                text = f"a rollback was not possible: {event.reason}"
+                self._outlets.tell("rollback_failed", Severity.CRITICAL, event.step, text)
         if self._recorder is not None:
             try:
                 self._recorder.event(event, self._state)
@@ -1064,6 +1091,7 @@ class Session:
             self._council.want_off(self._guard.last)
             return
         self._off = f"sentinel failed at {where} again and again: {self._guard.last}"
+        self._tell_off()
         logger.error(
             "sentinel switched itself off, training goes on unprotected run=%s why=%s",
             self.run_id,
@@ -1112,6 +1140,8 @@ class Session:
         self._guard.run("ledger", self._close_ledger)
         how = "halted" if self._halted else "finished"
         self._guard.run("link", self._link.close, how, self._state)
+        if self._outlets is not None:
+            self._guard.run("outlets", self._outlets.close, how, self._state)
         if self._recorder is not None:
             try:
                 self._recorder.close()
