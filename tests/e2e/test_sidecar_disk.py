@@ -1,4 +1,4 @@
-"""The sidecar's disk fills up, or is read-only from the start: it decides all the same, and says so.
+"""The sidecar's disk fills up, or is read-only from the start: it still decides, and says so.
 
 On file systems of their own. What a disk did not take is kept by its trainer and told again.
 """
