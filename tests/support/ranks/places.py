@@ -36,8 +36,9 @@ LEFT_OUT = (
     "attaching",
 )
 GUARDED_THEMSELVES: tuple[str, ...] = ()
-# Called for every parameter or at odd moments: they would drown the others.
-TOO_MANY = {"Hook.__call__", "Guard.run"}
+# Called at odd moments, and the functions that the guard itself calls: before their first line and
+# after their last there is nothing that could fail.
+NO_PLACES = {"Hook.__call__", "Guard.run", "Session.before_step", "Session.keep_step"}
 
 
 def modules() -> list[Any]:
@@ -107,7 +108,7 @@ def _wrap_class(
     generated = dataclasses.is_dataclass(cls)
     for name, value in list(vars(cls).items()):
         place = f"{short}.{cls.__name__}.{name}"
-        if f"{cls.__name__}.{name}" in TOO_MANY or (name.startswith("__") and name != "__call__"):
+        if f"{cls.__name__}.{name}" in NO_PLACES or (name.startswith("__") and name != "__call__"):
             continue
         kind = type(value)
         function = value.__func__ if kind in (staticmethod, classmethod) else value
