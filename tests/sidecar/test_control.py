@@ -280,16 +280,19 @@ class TestOrders:
 
 
 class TestAudit:
+    @pytest.mark.parametrize(
+        ("token", "status", "actor"), [("guess", 401, "unknown"), (READ, 403, "read")]
+    )
     def test_an_unauthorised_order_is_refused_and_audited_up_to_a_limit(
-        self, token_files: Any
+        self, token_files: Any, token: str, status: int, actor: str
     ) -> None:
         async def test() -> None:
             async with sidecar(token_files=token_files) as at:
                 for _ in range(80):
-                    got = await order(at.tcp, kind="halt", headers=bearer("guess"))
-                    assert got.status_code == 401
+                    got = await order(at.tcp, kind="halt", headers=bearer(token))
+                    assert got.status_code == status
                 lines = await log(at, "r")
-                assert {(e["actor"], e["outcome"]) for e in lines} == {("unknown", "refused")}
+                assert {(e["actor"], e["outcome"]) for e in lines} == {(actor, "refused")}
                 assert len(lines) == 50
 
         run(test)

@@ -1,7 +1,7 @@
 // What is shown for which address, and how it stays true: every view loads itself from the API,
 // and again when an event says that something of it has changed.
 
-import { Live, Refused, ask, token } from "/assets/api.js";
+import { Live, Refused, access, ask, token } from "/assets/api.js";
 import { h, say } from "/assets/dom.js";
 import { tick, tokenDialog } from "/assets/parts.js";
 import { RunView } from "/assets/run.js";
@@ -117,10 +117,12 @@ function paint() {
 async function start() {
   let known = true;
   try {
-    const access = await ask("/v1/access");
-    known = access.known;
-    account.hidden = !access.tokens;
-    account.textContent = access.tokens && known ? `Token: ${access.name}` : "Enter a token";
+    const found = await ask("/v1/access");
+    known = found.known;
+    access.orders = found.orders;
+    access.why = found.why;
+    account.hidden = !found.tokens;
+    account.textContent = found.tokens && known ? `Token: ${found.name}` : "Enter a token";
   } catch {
     account.hidden = true; // the view says what is wrong
   }

@@ -1,6 +1,6 @@
 // One run: how it is, what happened to it, what a person can do about it.
 
-import { Refused, ask, runPath } from "/assets/api.js";
+import { Refused, access, ask, runPath } from "/assets/api.js";
 import { HeatMap, LineChart } from "/assets/charts.js";
 import { h, replace, say } from "/assets/dom.js";
 import { badge, confirmDialog, nameField, sender, since, unknown } from "/assets/parts.js";
@@ -137,7 +137,7 @@ export class RunView {
   // ---- what a person can do ---------------------------------------------------------------
 
   #actions() {
-    const run = this.about, live = run.state === "running" && !run.watched;
+    const run = this.about, heard = run.state === "running" && !run.watched, live = heard && access.orders;
     const paused = run.ledger?.automation === false;
     const button = (key, text, act, options = {}) => h("button", { type: "button", "data-key": key, disabled: !live, onclick: act, ...options }, text);
     replace(this.spots.actions,
@@ -147,7 +147,7 @@ export class RunView {
       button("rollback", "Roll back…", () => this.#rollback()),
       button("scale", "Scale learning rate…", () => this.#scale()),
       button("halt", "Halt…", () => this.#order("halt"), { class: "danger" }),
-      live ? null : h("span", { class: "mute" }, run.watched && run.state === "running"
+      live ? null : h("span", { class: "mute" }, heard ? `No orders from here: ${access.why}.` : run.watched && run.state === "running"
         ? "This run reports to no sidecar, so it hears no order. To pause it, put a file PAUSE into its run directory."
         : "This run is over or lost: nobody would hear an order."));
   }
@@ -251,7 +251,7 @@ export class RunView {
         layers.length ? h("p", {}, `Layers: ${layers.slice(0, 6).join(", ")}${layers.length > 6 ? ` and ${layers.length - 6} more` : ""}`) : null,
         done.length ? h("div", {}, "What was done:", h("ul", {}, done.slice(-8).map((text) => h("li", {}, text)))) : h("p", { class: "mute" }, "Nothing was done about it: it is advice."),
         ADVICE[i.key] ? h("p", { class: "note" }, ADVICE[i.key]) : null,
-        open ? h("div", { class: "row" },
+        open && access.orders && !this.about.watched ? h("div", { class: "row" },
           h("button", { type: "button", class: "small", "data-key": `ack-${id}`, onclick: () => this.#ack(id, i) }, "Acknowledge…"),
           h("button", { type: "button", class: "small", "data-key": `silence-${id}`, onclick: () => this.#silence(id, i) }, "Silence…")) : null);
     })), incidents.length > shownOnes.length ? h("p", { class: "mute" }, `and ${incidents.length - shownOnes.length} older ones: sentinel incidents ${this.name}`) : null);
@@ -299,7 +299,7 @@ export class RunView {
           h("td", { role: "cell", "data-label": "State" }, h("span", {}, badge(one.healthy ? ["✓", "ok", "healthy"] : ["…", "warn", `candidate, ${one.quiet} quiet steps`]), " ",
             ledger.last_target === one.step ? badge(["◆", "mute", "used by the last rollback"]) : null)),
           h("td", { role: "cell", "data-label": "Steps ago" }, now === null ? DASH : step(now + 1 - one.step)),
-          h("td", { role: "cell" }, one.healthy && state === "running" && !this.about.watched ? h("button", { type: "button", class: "small", "data-key": `back-${one.step}`, "aria-label": `Roll back to step ${one.step}…`, onclick: () => this.#rollback(one.step) }, "Roll back…") : null)))))));
+          h("td", { role: "cell" }, one.healthy && state === "running" && !this.about.watched && access.orders ? h("button", { type: "button", class: "small", "data-key": `back-${one.step}`, "aria-label": `Roll back to step ${one.step}…`, onclick: () => this.#rollback(one.step) }, "Roll back…") : null)))))));
   }
 
   // The newest values, and how they went since the page was opened: they are no series of their own.

@@ -7,8 +7,8 @@
     GET  /v1/access                    what this caller may do
 
 A command is idempotent by its id (or Idempotency-Key), is told the trainer with every reply until a
-frame of the trainer acknowledges it, and expires by this clock. Refusals are audited too: the ones
-without a known token up to a limit, then they are only counted, so that nobody can fill the disk.
+frame of the trainer acknowledges it, and expires by this clock. Refusals are audited too, up to a
+limit for each token and for strangers, so that nobody can fill the disk.
 
 Errors:  {"code", "detail"}, with the way out in the detail; 429 with Retry-After.
 """
@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 65536
 COMMANDS_PER_MINUTE, COMMANDS_AT_ONCE = 30.0, 20  # of one run: people, not programs, give them
-STRANGERS_PER_MINUTE, STRANGERS_AT_ONCE = 20.0, 50  # audited refusals, over all addresses
+# Refusals that are audited: of all strangers together, and of each token.
+REFUSED_PER_MINUTE, REFUSED_AT_ONCE = 20.0, 50
 MAX_SILENCE_S = 30 * 86_400.0
 MAX_TTL_S = 86_400.0
 MAX_LOG = 1000
@@ -71,7 +72,7 @@ def router(service: Service) -> APIRouter:
     routes, runs, door = APIRouter(), service.runs, service.door
     people: People = service.people
     per_run = Limits(per_minute=COMMANDS_PER_MINUTE, burst=COMMANDS_AT_ONCE)
-    strangers = Limits(per_minute=STRANGERS_PER_MINUTE, burst=STRANGERS_AT_ONCE)
+    refused = Limits(per_minute=REFUSED_PER_MINUTE, burst=REFUSED_AT_ONCE)
 
     async def ordered(request: Request, action: str, run: str, serve: Serve) -> Response:
         """One request that changes something: let in, read, served, audited whatever comes of it.
@@ -89,7 +90,7 @@ def router(service: Service) -> APIRouter:
             status, value = await serve(caller or _nobody(), body, detail)
         except (RefusedError, ProtocolError, ConfigError) as error:
             said = refusal(error)
-            if caller is not None or strangers.wait("", service.timer()) == 0.0:
+            if refused.wait("" if caller is None else caller.name, service.timer()) == 0.0:
                 people.audit(
                     action,
                     caller,
