@@ -205,11 +205,13 @@ def _add_callback(world: World, heard: list[str]) -> None:
     if world.name == "hf":
         from transformers import TrainerCallback
 
-        class Last(TrainerCallback):  # type: ignore[misc]
+        class Next(TrainerCallback):  # type: ignore[misc]
             def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
                 heard.append("step")
 
-        world.trainer.add_callback(Last())
+        found = world.trainer.callback_handler.callbacks
+        names = [type(c).__name__ for c in found]
+        found.insert(names.index("Before") + 1, Next())  # the one after the one that detaches
     elif world.name != "accelerate":
         import lightning
 
@@ -241,7 +243,12 @@ def test_a_run_that_nobody_holds_any_more_is_let_go(name: str, tmp_path: Path) -
     assert not hasattr(torch.autograd.backward, "__wrapped__")
 
 
-@pytest.mark.parametrize("name", WORLDS)
+SLOW_TO_TRACE = pytest.param("lightning-manual", marks=pytest.mark.full)  # 11 s, attached or not
+
+
+@pytest.mark.parametrize(
+    "name", [SLOW_TO_TRACE if name == "lightning-manual" else name for name in WORLDS]
+)
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_compiled_runs_are_unharmed_and_still_guarded(
     name: str, backend: str, tmp_path: Path
