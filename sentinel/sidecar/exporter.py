@@ -131,16 +131,19 @@ def _renderer(spec: MetricSpec, layers: Layers) -> Callable[[Run, float], str]:
         )
     if spec.kind is Kind.HISTOGRAM:
         durations = HISTOGRAMS[spec.name]
-        return lambda run, now: "".join(
-            f"{line}\n" for line in _histogram(spec, ("run",), (run.name,), durations(run))
-        )
+        return lambda run, now: _histogram_lines(spec, run, durations(run))
     source = SOURCES[spec.name]
 
     def lines(run: Run, now: float) -> str:
-        text = ""
+        text, known = "", run.lines
         for values, value in source(run, now):
-            if value is not None:
-                text += f"{_prefix(run, name, label_names, values)}{number(value)}\n"
+            if value is None:
+                continue
+            prefix = known.get((name, values)) or _prefix(run, name, label_names, values)
+            # repr is right for whatever is finite, and most is.
+            text += (
+                f"{prefix}{value!r}\n" if value - value == 0.0 else prefix + number(value) + "\n"
+            )
         return text
 
     return lines
@@ -159,6 +162,21 @@ def _prefix(run: Run, name: str, label_names: tuple[str, ...], values: tuple[str
 
 
 MOST_LINES = 10_000
+
+
+def _histogram_lines(spec: MetricSpec, run: Run, histogram: Histogram) -> str:
+    """The same as _histogram, laid out once."""
+    key = (spec.full_name, "histogram")
+    pattern = run.lines.get(key)
+    if pattern is None:
+        empty = _histogram(spec, ("run",), (run.name,), Histogram(histogram.bounds))
+        lines = [line.rpartition(" ")[0].replace("%", "%%") for line in empty]
+        pattern = run.lines[key] = "".join([f"{line} %r\n" for line in lines])
+    under, values = 0, []
+    for count in histogram.counts or [0] * len(spec.buckets):
+        under += count
+        values.append(float(under))
+    return pattern % (*values, float(histogram.count), histogram.total, float(histogram.count))
 
 
 def _histogram(
