@@ -29,6 +29,7 @@ from sentinel.traces.recorder import Recorder
 from sentinel.wire.messages import Layer
 from sentinel_hooks import link as links
 from sentinel_hooks.link import Breaker, Link, make_link
+from tests.support import mounts
 from tests.support.sidecars import ServeProcess, serving
 from tests.support.simulated import (
     Damage,
@@ -333,3 +334,48 @@ def test_a_second_live_trainer_is_refused_is_shown_and_goes_on_embedded(
         fleet.threads.clear()
         fleet.finish()
         assert over_http(ask, process, "r") == own_rows(tmp_path / "r")
+
+
+def test_reports_that_a_full_disk_did_not_take_are_told_again_until_it_did(
+    ask: Callable[..., Any], tmp_path: Path
+) -> None:
+    with (
+        mounts.small_disk(tmp_path / "disk", "2m") as disk,
+        serving("--data", str(disk)) as process,
+    ):
+        fleet = Fleet(process.url, tmp_path)
+        link = fleet.add("r", 0, seed=1)
+        trainer = fleet.trainers["r"]
+        fleet.start()
+        trainer.run(60)
+        filler = mounts.fill(disk)
+        trainer.run(120)
+        assert link.status().buffered > 50
+        filler.unlink()
+        trainer.run(20)
+        fleet.finish()
+        about = ask(process, "/v1/runs/r")
+        assert about["record"]["holes"] == 0
+        assert about["unwritten_reports"] > 50
+        assert over_http(ask, process, "r") == own_rows(tmp_path / "r")
+
+
+def test_embedded_runs_in_a_watched_folder_are_shown_while_they_run(
+    ask: Callable[..., Any], tmp_path: Path
+) -> None:
+    recorder = Recorder(
+        tmp_path / "r7", run="r7", policy=POLICY, state=State(), layers=["l"] * LAYERS
+    )
+    trainer = SimulatedTrainer(seed=1, layers=LAYERS, recorder=recorder)
+    trainer.run(100)
+    with serving("--watch", str(tmp_path)) as process:
+        (shown,) = ask(process, "/v1/runs")["runs"]
+        assert (shown["run"], shown["state"], shown["watched"]) == ("r7", "running", True)
+        assert over_http(ask, process, "r7") == own_rows(tmp_path / "r7")
+        trainer.run(20)
+        recorder.close()
+        until = time.monotonic() + 30.0
+        while ask(process, "/v1/runs/r7")["state"] != "finished" and time.monotonic() < until:
+            time.sleep(0.2)
+        about = ask(process, "/v1/runs/r7")
+        assert (about["state"], about["step"]) == ("finished", 119)
