@@ -7,7 +7,8 @@ proportion to the steps, along a straight line through its window, where a healt
 about a level. Flagged when a line through the last `window` norms explains `fit` of their variance
 and the last is `growth` times the first.
 
-Units:   norm as measured; fit = R^2.
+Units:   norm as measured; fit = R^2. On a 12-block model that piles up, R^2 stays above 0.9 for 40
+         steps; on its healthy twin it reaches 0.7 (tests/acceptance/test_flags_on_models.py).
 Purity:  state is an immutable value of bounded size.
 Errors:  StaleConfig raises ConfigError. A norm that is not finite empties the window.
 """
@@ -26,7 +27,7 @@ class StaleConfig:
 
     window: int = 12
     fit: float = 0.9
-    growth: float = 4.0
+    growth: float = 2.0
 
     def __post_init__(self) -> None:
         bounds.check(
