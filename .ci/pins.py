@@ -10,7 +10,7 @@ HEADER = """\
 # torch: the public version only, so that a CPU build (+cpu) and a CUDA build both satisfy it."""
 
 pins = {
-    re.sub(r"[-_.]+", "-", d.name).lower(): d.version.split("+")[0]
+    re.sub(r"[-_.]+", "-", d.name).lower(): d.version.split("+")[0].lstrip("v")
     for d in distributions()
     if d.name != "torch-sentinel"
 }
