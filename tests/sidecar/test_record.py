@@ -234,10 +234,52 @@ def test_small_segments_lose_and_double_nothing(
             reporter.register()
     if held:
         reporter.post(*held, late=True)
+    die(service)
+    service = reporter.service = start()
+    reporter.register()
+    assert service.runs.get("r").seen.spans == [(0, 299)]
+    reporter.post(*reporter.frames, late=True)  # all of it once more
     own, found = expected(reporter.trainer), reporter.curves()["series"]
     for name in ("loss", "grad_norm", "action"):
         assert found[name]["step"] == own["step"]
         assert found[name]["value"] == own[name]
+
+
+def test_an_outcome_that_comes_when_its_segment_is_closed_is_shown_all_the_same(
+    start: Callable[..., Service], small_segments: None
+) -> None:
+    service = start()
+    reporter = Reporter(service, trainer())
+    reporter.register()
+    reporter.steps(200)
+    run = service.runs.get("r")
+    assert run.record is not None
+    assert len(list(run.record.directory.glob("scalars-*.seg"))) > 5
+    let_through = messages.wire_outcome(Outcome(90, Action.PROCEED, True))
+    service.runs._outcomes(run, (let_through,), 0.0)
+    for _ in range(2):
+        shown = dict(zip(*reporter.curves("action")["series"]["action"].values(), strict=True))
+        assert shown[90] == "proceed"
+        service.store.close_record("r")
+
+
+def test_the_series_of_a_run_keep_to_their_quota_and_the_newest_stay(
+    start: Callable[..., Service], small_segments: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("settings", "store.store"):
+        monkeypatch.setattr(f"sentinel.sidecar.{module}.MIN_RUN_BYTES", 1)
+    sizes, kept = [], []
+    for run, limit in (("free", 2**30), ("bounded", 150_000)):
+        service = start(max_run_bytes=limit)
+        reporter = Reporter(service, trainer(layers=20), run=run)
+        reporter.register()
+        reporter.steps(300)
+        sizes.append(service.store.sizes()[run])
+        kept.append(reporter.curves("loss")["series"]["loss"]["step"])
+        assert (service.store.dropped_segments > 0) is (run == "bounded")
+    assert sizes[0] > 200_000 > 160_000 > sizes[1]
+    assert kept[0] == list(range(300))
+    assert kept[1] == list(range(kept[1][0], 300))
 
 
 def test_a_hole_is_as_large_as_what_never_came(start: Callable[..., Service]) -> None:
