@@ -23,6 +23,8 @@ CONTROL, READ, INGEST = "control-0123456789", "reader-0123456789", "ingest-01234
 WAIT_S = 60.0
 # Axe's rules that are matters of taste, or of a page's surroundings: none.
 NOT_ASKED: tuple[str, ...] = ()
+AT_LEAST = """n => Number(
+    document.querySelector('dl.facts dd').firstChild.data.replaceAll(',', '')) >= n"""
 
 
 def wait_until(true: Callable[[], Any], what: str) -> None:
@@ -188,6 +190,33 @@ def test_an_incident_is_acknowledged_and_silenced_from_the_page(
         page.get_by_role("button", name="Silence…").click()
         page.get_by_role("dialog").get_by_role("button", name="Silence", exact=True).click()
         page.get_by_text("silenced until").wait_for()
+        assert seen.problems() == []
+
+
+def test_a_slow_press_and_the_focus_survive_the_updates(
+    sidecar: ServeProcess, browser: Any
+) -> None:
+    with (
+        LiveTrainer(sidecar.url, "pressed", token=INGEST, pause_s=0.02) as trainer,
+        opened(browser, sidecar.url) as seen,
+    ):
+        page = seen.page
+        enter(seen, sidecar.url, run="pressed")
+        page.locator(".badge", has_text="armed").first.wait_for()
+        button = page.get_by_role("button", name="Skip next step…")
+        box = button.bounding_box()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        page.mouse.down()
+        before = trainer.step
+        page.wait_for_function(AT_LEAST, arg=before + 60)  # drawn again several times
+        page.mouse.up()
+        page.get_by_role("dialog").wait_for()
+        page.keyboard.press("Escape")
+        page.get_by_role("dialog").wait_for(state="hidden")
+        page.get_by_role("button", name="Pause automation…").focus()
+        before = trainer.step
+        page.wait_for_function(AT_LEAST, arg=before + 60)
+        assert page.evaluate("document.activeElement.textContent") == "Pause automation…"
         assert seen.problems() == []
 
 

@@ -33,6 +33,22 @@ class ServeProcess:
         self.start(port)
 
     def start(self, port: int) -> None:
+        """Start it, on that port if it is not 0.
+
+        A port that was free a moment ago may be somebody's outgoing one for a while.
+        """
+        for _ in range(40):
+            self._start(port)
+            if "Address already in use" not in self.line:
+                break
+            self.process.communicate(timeout=20)
+            time.sleep(0.5)
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", self.line)
+        assert found, f"sentinel serve said {self.line!r}"
+        self.port = int(found.group(1))
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def _start(self, port: int) -> None:
         command = [sys.executable, "-m", "sentinel.cli.main", "serve", "--port", str(port)]
         self.process = subprocess.Popen(
             [*command, *self._arguments],
@@ -43,10 +59,6 @@ class ServeProcess:
         )
         assert self.process.stdout is not None
         self.line = _first_line(self.process)
-        found = re.search(r"http://127\.0\.0\.1:(\d+)", self.line)
-        assert found, f"sentinel serve said {self.line!r}"
-        self.port = int(found.group(1))
-        self.url = f"http://127.0.0.1:{self.port}"
 
     def kill(self) -> None:
         """kill -9."""

@@ -29,13 +29,58 @@ function put(element, children) {
   }
 }
 
-// Replace what is in `element`, keeping the focus on the control of the same data-key.
+// Make what is in `element` look like `children`, and leave alone what looks so already: a button
+// that is drawn anew each second loses clicks, focus and the place of a screen reader. Elements of
+// another data-key are other elements, whatever they look like: their handlers differ.
 export function replace(element, ...children) {
-  const active = document.activeElement;
-  const key = element.contains(active) ? active?.dataset?.key : undefined;
-  element.replaceChildren();
-  put(element, children);
-  if (key) element.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
+  const fresh = document.createElement("div");
+  put(fresh, children);
+  sync(element, fresh);
+}
+
+function sync(element, fresh) {
+  const old = [...element.childNodes], now = [...fresh.childNodes];
+  if (old.length === now.length && old.every((node, i) => node.dataset?.key === now[i].dataset?.key)) {
+    old.forEach((node, i) => become(node, now[i]));
+    return;
+  }
+  // Something came or went: those with a key stay the elements that they are, wherever they stand.
+  const active = element.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
+  const keyed = new Map(old.filter((node) => node.dataset?.key).map((node) => [node.dataset.key, node]));
+  const wanted = now.map((node) => {
+    const kept = keyed.get(node.dataset?.key);
+    if (!kept || kept.nodeName !== node.nodeName) return node;
+    become(kept, node);
+    return kept;
+  });
+  for (const node of old) if (!wanted.includes(node)) node.remove();
+  let at = element.firstChild;
+  for (const node of wanted) {
+    if (node === at) at = at.nextSibling;
+    else element.insertBefore(node, at);
+  }
+  if (active && document.activeElement?.dataset?.key !== active) {
+    element.querySelector(`[data-key="${CSS.escape(active)}"]`)?.focus({ preventScroll: true });
+  }
+}
+
+function become(node, other) {
+  if (node.nodeName !== other.nodeName || node.dataset?.key !== other.dataset?.key) {
+    node.replaceWith(other);
+    return;
+  }
+  if (node.nodeType === Node.TEXT_NODE) {
+    if (node.data !== other.data) node.data = other.data;
+    return;
+  }
+  for (const name of new Set([...node.getAttributeNames(), ...other.getAttributeNames()])) {
+    const value = other.getAttribute(name);
+    if (value === node.getAttribute(name)) continue;
+    if (name === "style") node.style.cssText = other.style.cssText; // the policy allows no style as text
+    else if (value === null) node.removeAttribute(name);
+    else node.setAttribute(name, value);
+  }
+  sync(node, other);
 }
 
 // Say something to those who do not see the page change.

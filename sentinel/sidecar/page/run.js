@@ -240,7 +240,7 @@ export class RunView {
       const done = deeds(i.actions);
       const layers = (i.layers ?? []).map((l) => names[l] ?? `layer ${l}`);
       const silenced = i.silenced_until && i.silenced_until * 1000 > Date.now();
-      return h("li", { class: open ? "open" : null },
+      return h("li", { class: open ? "open" : null, "data-key": `incident-${i.number}-${i.opened}` },
         h("div", { class: "row" },
           h("h3", {}, `${i.number}. ${title(i.key)}`), badge(SEVERITIES[i.severity] ?? unknown(i.severity)),
           badge(INCIDENT_STATES[i.state] ?? unknown(i.state)),
@@ -294,7 +294,7 @@ export class RunView {
     replace(this.spots.snapshots, h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Snapshots" },
       h("table", { class: "cards", role: "table", "aria-label": "Snapshots" },
         h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, ["Step", "State", "Steps ago", "Action"].map((t) => h("th", { scope: "col", role: "columnheader" }, t)))),
-        h("tbody", { role: "rowgroup" }, snapshots.map((one) => h("tr", { role: "row" },
+        h("tbody", { role: "rowgroup" }, snapshots.map((one) => h("tr", { role: "row", "data-key": `snapshot-${one.step}` },
           h("th", { scope: "row", role: "rowheader", "data-label": "Step" }, step(one.step)),
           h("td", { role: "cell", "data-label": "State" }, h("span", {}, badge(one.healthy ? ["✓", "ok", "healthy"] : ["…", "warn", `candidate, ${one.quiet} quiet steps`]), " ",
             ledger.last_target === one.step ? badge(["◆", "mute", "used by the last rollback"]) : null)),

@@ -29,7 +29,7 @@ export class RunsView {
     }
     runs.sort((a, b) => (ORDER[a.state] ?? 9) - (ORDER[b.state] ?? 9) || a.run.localeCompare(b.run));
     const cell = (label, ...children) => h("td", { role: "cell", "data-label": label }, h("span", {}, children));
-    const rows = runs.map((run) => h("tr", { role: "row" },
+    const rows = runs.map((run) => h("tr", { role: "row", "data-key": `row-${run.run}` },
       h("th", { scope: "row", role: "rowheader" }, h("a", { href: `#/runs/${encodeURIComponent(run.run)}`, "data-key": `run-${run.run}` }, run.run)),
       cell("State", badge(STATES[run.state] ?? unknown(run.state))),
       cell("Protection", run.step === null || run.state !== "running" ? "–" : badge(PROTECTIONS[run.protection] ?? unknown(run.protection ?? "not known")), run.mode === "observe" ? " observing only" : ""),
