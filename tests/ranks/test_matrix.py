@@ -63,7 +63,7 @@ def checked(ranks: Ranks, cell: MatrixCell, backend: str = BACKEND) -> str:
     if any(r.exit for r in bare.ranks):
         judge.none_hangs(bare)
         text = next(r.text for r in bare.ranks if r.exit)
-        limit = text.strip().splitlines()[-1][:200]
+        limit = text.strip().splitlines()[-1].split(". ")[0][:200]
         known = LIMITS.get((cell.framework, cell.layout, cell.compiled), "")
         assert known, f"{cell} does not run without us: {text}"
         assert known in text, f"{cell} does not run without us, and not for {known!r}: {text}"

@@ -210,6 +210,8 @@ class _Books:
         record: dict[str, Any] = {"t": self.t, "held": after == self.entered, "rate": self.rate}
         if self.left and self.entered != self.left:
             record["restored"] = self.before.get(self.entered, -1)
+        elif after != self.entered and after in self.before:
+            record["restored"] = self.before[after]  # where no forward is seen: after the step
         self.before[self.entered] = self.t
         self.left = after
         self.me.say("step", **record, entered=self.entered, hash=after)
