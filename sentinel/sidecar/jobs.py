@@ -55,6 +55,7 @@ class Jobs:
     def start(self) -> None:
         """From now on."""
         self._scheduler.start()
+        self._begin(self.retain)  # not awaited: it looks at every file there is
         self._lag = asyncio.create_task(self._measure_lag())
 
     async def drain(self) -> None:
@@ -70,14 +71,17 @@ class Jobs:
 
     def _add(self, job: Job, seconds: float) -> None:
         async def turn() -> None:
-            task = asyncio.ensure_future(self._guarded(job))
-            self._flying.add(task)
-            task.add_done_callback(self._flying.discard)
-            await task
+            await self._begin(job)
 
         self._scheduler.add_job(
             turn, "interval", seconds=seconds, coalesce=True, max_instances=1, id=job.__name__
         )
+
+    def _begin(self, job: Job) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(self._guarded(job))
+        self._flying.add(task)
+        task.add_done_callback(self._flying.discard)
+        return task
 
     async def _guarded(self, job: Job) -> None:
         try:
@@ -154,7 +158,6 @@ class Jobs:
 async def running(service: Service) -> AsyncGenerator[None]:
     """The jobs run inside; the service is ready inside, and closed after."""
     jobs = Jobs(service)
-    await jobs.retain()
     if service.settings.watch:
         await jobs.watch()
     jobs.start()

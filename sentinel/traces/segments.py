@@ -139,6 +139,25 @@ def read_segment(path: Path) -> Segment:
     return Segment(path, number, tuple(frames), damage)
 
 
+def read_header(path: Path) -> bytes | None:
+    """The header record of a segment, without reading the rest; None when it is damaged.
+
+    Raises:
+        TraceError: it cannot be opened.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(MAGIC) + FRAME.size)
+            if len(start) < len(MAGIC) + FRAME.size or not start.startswith(MAGIC):
+                return None
+            kind, length, checksum = FRAME.unpack_from(start, len(MAGIC))
+            payload = file.read(min(length, os.fstat(file.fileno()).st_size))
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error}") from error
+    whole = kind == Kind.HEADER and len(payload) == length
+    return payload if whole and zlib.crc32(payload, kind) == checksum else None
+
+
 def _frames(data: memoryview) -> tuple[list[Frame], str]:
     """The intact frames, and what is wrong after them; "" if nothing is."""
     found: list[Frame] = []

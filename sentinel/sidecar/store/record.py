@@ -37,11 +37,20 @@ from sentinel.traces.records import (
     UNKNOWN_ACTION,
     Header,
     StepRecord,
+    columns_key,
+    decode_columns,
     decode_header,
     encode_reported_columns,
     encode_reported_step,
 )
-from sentinel.traces.segments import SCALARS, Kind, list_segments, read_segment
+from sentinel.traces.segments import (
+    LAYERS,
+    SCALARS,
+    Kind,
+    Segment,
+    list_segments,
+    read_segment,
+)
 from sentinel.wire import codec
 from sentinel.wire.codec import WireObservation
 from sentinel.wire.messages import Frame
@@ -320,30 +329,55 @@ def reports_on_disk(directory: Path, incarnation: str, start: int = 0) -> Seen:
     return seen
 
 
-def _newest(directory: Path, incarnation: str) -> tuple[Reader, Chapter] | None:
-    """The newest chapter of an incarnation that holds a step, if there is one."""
+def _newest(directory: Path, incarnation: str) -> Segment | None:
+    """The newest segment of an incarnation that holds a step; older ones are not read."""
     for place in reversed(list_incarnations(directory)):
         if not place.name.endswith("-" + safe_name(incarnation)):
             continue
-        reader, newest = Reader(place), None
-        for chapter in reader.chapters(columns=True):
-            if any(frame.kind is Kind.STEP for frame in chapter.segment.frames):
-                newest = chapter
-        if newest is not None:
-            return reader, newest
+        for _, path in reversed(list_segments(place, SCALARS)):
+            segment = read_segment(path)
+            if any(frame.kind is Kind.STEP for frame in segment.frames):
+                return segment
     return None
+
+
+def _items(segment: Segment, *, columns: bool) -> Iterator[StepRecord | Event]:
+    """Its steps and events, in order."""
+    place = segment.path.parent
+    known = _columns_since(segment) if columns else {}
+    for item in Reader(place).items(Chapter(place, None, False, segment)):
+        if isinstance(item, StepRecord) and item.has_columns and columns:
+            found = known.get((item.step, item.attempt))
+            if found is not None:
+                item = item.with_columns(decode_columns(found, str(place)))
+        yield item
+
+
+def _columns_since(segment: Segment) -> dict[tuple[int, int], memoryview]:
+    """The columns of its steps; of the layers stream only the end is read."""
+    first = next(columns_key(f.payload) for f in segment.frames if f.kind is Kind.STEP)[0]
+    found: dict[tuple[int, int], memoryview] = {}
+    for _, path in reversed(list_segments(segment.path.parent, LAYERS)):
+        keys = [
+            (columns_key(frame.payload), frame.payload)
+            for frame in read_segment(path).frames
+            if frame.kind is Kind.COLUMNS
+        ]
+        found.update(keys)
+        if keys and keys[0][0][0] < first:
+            break
+    return found
 
 
 def newest_actions(directory: Path, incarnation: str) -> list[StepRecord]:
     """Steps of the newest segment that were not simply let through; nothing on any trouble."""
     try:
-        found = _newest(directory, incarnation)
-        if found is None:
+        segment = _newest(directory, incarnation)
+        if segment is None:
             return []
-        reader, chapter = found
         return [
             item
-            for item in reader.items(chapter)
+            for item in _items(segment, columns=False)
             if isinstance(item, StepRecord)
             and item.outcome.executed is not Action.PROCEED
             and item.decision_bytes
@@ -358,13 +392,14 @@ def newest_chapter(directory: Path, incarnation: str) -> Iterator[State | StepRe
     Raises:
         TraceError, ProtocolError: it cannot be read.
     """
-    found = _newest(directory, incarnation)
-    if found is None:
+    segment = _newest(directory, incarnation)
+    if segment is None:
         return
-    reader, chapter = found
-    if chapter.header is not None and chapter.header.state:
-        yield codec.decode_state(chapter.header.state)
-    yield from reader.items(chapter)
+    if segment.frames[0].kind is Kind.HEADER:
+        header = decode_header(segment.frames[0].payload, str(segment.path))
+        if header.state:
+            yield codec.decode_state(header.state)
+    yield from _items(segment, columns=True)
 
 
 def _bare(seen: WireObservation) -> bytes:

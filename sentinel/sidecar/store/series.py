@@ -48,7 +48,14 @@ from sentinel.traces.records import (
     decode_header,
     decode_step,
 )
-from sentinel.traces.segments import LAYERS, SCALARS, Kind, list_segments, read_segment
+from sentinel.traces.segments import (
+    LAYERS,
+    SCALARS,
+    Kind,
+    list_segments,
+    read_header,
+    read_segment,
+)
 from sentinel.traces.summary import read_index
 
 Floats = npt.NDArray[np.float64]
@@ -482,10 +489,10 @@ def _acted(index_N: npt.NDArray[np.void]) -> dict[str, Any]:
 def _layer_names(place: Path) -> list[str]:
     """The layer table of an incarnation, from its newest header that can be read."""
     for _, path in reversed(list_segments(place, SCALARS)):
-        frames = read_segment(path).frames
-        if not frames or frames[0].kind is not Kind.HEADER:
+        payload = read_header(path)
+        if payload is None:
             continue
-        table = decode_header(frames[0].payload, str(path)).layers
+        table = decode_header(payload, str(path)).layers
         return [str(row.get("name", "") if isinstance(row, dict) else _first(row)) for row in table]
     return []
 

@@ -23,6 +23,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class Store:
         self.start_trouble = ""
         self.disk_trouble = ""
         self._lost_before = self._dropped_before = 0
+        self._closer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sentinel-closer")
         self.bytes = 0  # of all series, as last counted
         if settings.data_dir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="sentinel-sidecar-")
@@ -178,10 +180,7 @@ class Store:
             return
         self._lost_before += record.lost_records
         self._dropped_before += record.dropped_segments
-        try:
-            record.close()
-        except OSError as error:
-            logger.warning("a record was not closed well run=%s error=%s", run, error)
+        self._closer.submit(_close, run, record)  # it syncs, which can take long
 
     # ---- database ------------------------------------------------------------------------
 
@@ -259,12 +258,20 @@ class Store:
         """Close everything; a second call does nothing."""
         for run in list(self.records):
             self.close_record(run)
+        self._closer.shutdown(wait=True)
         self.database.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
         if self._temporary is not None:
             self._temporary.cleanup()
+
+
+def _close(run: str, record: Record) -> None:
+    try:
+        record.close()
+    except OSError as error:
+        logger.warning("a record was not closed well run=%s error=%s", run, error)
 
 
 def directory_bytes(directory: Path) -> int:
