@@ -510,3 +510,44 @@ def test_bounds_from_a_few_rows_hold_the_maximum_and_are_equal_when_it_is_proven
         assert (high >= true - 1e-4).all()
         if rows >= 40:
             assert torch.equal(low, high)
+
+
+def test_a_bound_that_straddles_the_threshold_flags_nothing(watch: Any) -> None:
+    """Nearly uniform rows: the log-sum-exp is far above the maximum, and few rows prove nothing."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 60, WIDTH)  # more rows than are looked at
+    model = Model(by_attribute, layers=1)
+    attn = model.blocks[0]["attn"]
+    with torch.no_grad():
+        attn.qkv.weight.mul_(0.05)
+        attn.qkv.bias.uniform_(1.5, 1.6)
+    model(x)
+    best = max(truth(attn))
+    for threshold, above in ((best + 0.05, False), (best - 0.05, True)):
+        w = watch(model, threshold)
+        found = []
+        for _ in range(3):
+            model(x).backward()
+            found.append(w.layers()["blocks.0.attn.qkv"])
+        assert (found[-1] > threshold) is above
+        assert above or max(found) <= threshold
+        assert found[-1] == pytest.approx(best, abs=1e-3)
+        w.probe.detach()
+
+
+def test_nothing_piles_up_over_steps(watch: Any) -> None:
+    model = Model(by_attribute)
+    w = watch(model)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+
+    counts = []
+    for step in range(60):
+        model.zero_grad()
+        model(batch()).backward()
+        w.column()
+        if step in (20, 59):
+            counts.append(alive())
+    assert counts[0] == counts[1]

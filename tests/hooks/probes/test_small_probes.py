@@ -189,6 +189,15 @@ def test_bytes_are_counted_once_by_kind_and_what_a_cpu_does_not_know_is_absent()
     assert probe.scalars()["memory_bytes/optimizer"] == 2 * 160.0 + 4.0
 
 
+def test_parameters_that_are_views_of_one_buffer_are_that_buffer_once() -> None:
+    model = nn.Module()
+    flat = torch.zeros(30)
+    model.a, model.b = nn.Parameter(flat[:10]), nn.Parameter(flat[10:30])
+    probe = MemoryProbe([model], [])
+    probe.before_step(0)
+    assert probe.scalars()["memory_bytes/weights"] == 120.0
+
+
 def test_the_allocator_of_a_device_says_the_rest() -> None:
     model = nn.Linear(10, 10, bias=False)
     held = types.SimpleNamespace(now=400)
