@@ -392,6 +392,10 @@ class Client:
         try:
             sock.settimeout(left)
             sock.connect(address)  # a Unix socket whose backlog is full says so at once
+            if family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
+                # Nobody listens, and the port that this end was given is the very one it asked
+                # for: it would talk to itself and keep the sidecar from coming back.
+                raise ConnectionRefusedError("nobody listens there")
             sock.setblocking(False)
         except BaseException:
             sock.close()

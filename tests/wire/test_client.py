@@ -380,6 +380,27 @@ class TestNames:
             client.close()
 
 
+def test_a_connection_to_itself_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may give a client the very port that it asks for, when nobody listens there."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    class Unlucky(socket.socket):
+        def connect(self, address: Any) -> None:
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.bind(("127.0.0.1", port))
+            super().connect(address)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", Unlucky)
+        client = Client(f"http://127.0.0.1:{port}", token="")
+        with pytest.raises(MissError) as caught:
+            client.get("/v1/runs", deadline_s=2.0)
+    assert caught.value.reason == "unreachable"
+    client.close()
+    socket.create_server(("127.0.0.1", port)).close()  # and the port is free again
+
+
 def test_nobody_there_is_a_miss_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
