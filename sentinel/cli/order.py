@@ -36,8 +36,8 @@ KINDS = {
     "halt": "halt",
 }
 LOSES = {
-    "rollback": "The steps since the snapshot are lost.",
-    "halt": "The training process ends with exit code 86.",
+    "rollback": "The steps since the snapshot will be lost.",
+    "halt": "The training process will end with exit code 86.",
 }
 NOT_YET = 3
 POLL_S = 0.5
@@ -107,8 +107,8 @@ def command(options: argparse.Namespace) -> int:
     """Carry `sentinel command` out."""
     body = _body(options)
     if options.order in LOSES and not options.yes and sys.stdin.isatty():
-        question = f"{words.ORDERS[body['kind']]}, run {words.text(options.name)}? "
-        print(f"{LOSES[options.order]} {question.capitalize()}[y/N] ", end="", flush=True)
+        what = f"{options.order} run {words.text(options.name)}? [y/N] "
+        print(f"{LOSES[options.order]} Really {what}", end="", flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             print("not sent")
             return 1

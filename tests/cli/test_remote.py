@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -278,6 +280,24 @@ class TestOrders:
         status, out, err = say("command", "r7", *arguments, "--sidecar", "unix:///nowhere")
         assert (status, out) == (1, "")
         assert said in err
+
+    def test_a_halt_is_asked_about_in_a_terminal_and_only_a_yes_sends_it(
+        self,
+        served: Any,
+        trainer: JsonTrainer,
+        say: Any,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        class Terminal(io.StringIO):
+            def isatty(self) -> bool:
+                return True
+
+        for typed in ("\n", "n\n", "halt\n", ""):
+            monkeypatch.setattr(sys, "stdin", Terminal(typed))
+            status, out, _ = say("command", "r7", "halt", "--id", "h", "--sidecar", served[0])
+            assert (status, out.endswith("Really halt run r7? [y/N] not sent\n")) == (1, True)
+        run = json.loads(say("status", "r7", "--json", "--sidecar", served[0])[1])
+        assert "h" not in [o["command"]["id"] for o in run["orders"]]
 
     def test_an_order_for_an_unknown_run_names_the_known_ones(
         self, served: Any, trainer: JsonTrainer, say: Any
