@@ -15,6 +15,7 @@ import gc
 import ipaddress
 import logging
 import os
+import resource
 import signal
 import socket
 import stat
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 UMASK = 0o117  # leaves 0660
 BACKLOG = 1024
+MOST_FILES = 65_536
 
 
 def bind_tcp(host: str, port: int, *, guarded: bool) -> socket.socket:
@@ -139,6 +141,7 @@ def serve(
             where.append(f"unix://{Path(uds).absolute()}")
         for sock in sockets:
             sock.listen(BACKLOG)
+        _allow_many_files()
         app = create_app(settings, clock=time.time, timer=time.perf_counter)  # noqa: TID251 (the shell)
         config = uvicorn.Config(
             Direct(app, app.state.service),
@@ -172,6 +175,15 @@ def serve(
         if uds is not None and len(sockets) == (port is not None) + 1:
             with suppress(FileNotFoundError):
                 os.unlink(uds)
+
+
+def _allow_many_files() -> None:
+    """A run keeps two files open, its trainer two connections: the usual 1,024 are soon used up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
+    if soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
