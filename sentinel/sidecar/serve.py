@@ -19,6 +19,7 @@ import resource
 import signal
 import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -167,6 +168,8 @@ def serve(
             gc.collect()
             gc.freeze()
             gc.set_threshold(50_000, 20, 100)
+            # Series are read in threads: a decision shall not wait 5 ms for one to let go.
+            sys.setswitchinterval(0.0005)
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 runner.run(serving)
     finally:

@@ -24,7 +24,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel.core.errors import ProtocolError
-from sentinel.core.types import Action
+from sentinel.core.types import NOT_MEASURED, Action
 from sentinel.traces.reader import index_of
 from sentinel.traces.recorder import list_incarnations
 from sentinel.traces.records import (
@@ -42,7 +42,6 @@ from sentinel.traces.records import (
     HAS_NORM,
     INDEX_DTYPE,
     UNKNOWN_ACTION,
-    StepRecord,
     columns_key,
     decode_columns,
     decode_header,
@@ -70,6 +69,7 @@ MOST_ACTIONS = 2_000
 BUCKET = 64
 KEPT_PARSED = 256  # open segments whose index is kept
 KEPT_MAPS = 64
+KEPT_VALUES = 32
 _HAS_LR = 4
 _ACTIONS = {int(action): action.name.lower() for action in Action}
 
@@ -107,6 +107,7 @@ class SeriesFiles:
         self._cache = cache
         self._lock = threading.Lock()
         self._parsed: OrderedDict[Path, tuple[int, bytes, dict[int, int]]] = OrderedDict()
+        self._values: OrderedDict[Path, tuple[int, list[tuple[int, int]], Floats]] = OrderedDict()
         self._maxima: OrderedDict[Path, tuple[int, _Maxima]] = OrderedDict()
 
     # ---- curves ----------------------------------------------------------------------------
@@ -218,34 +219,50 @@ class SeriesFiles:
         values = {name: np.full(len(index_N), np.nan) for name in names}
         there = {name: np.zeros(len(index_N), np.bool_) for name in names}
         low, high = (int(index_N["step"].min()), int(index_N["step"].max())) if wanted else (0, -1)
-        for record in self._records(directory, low, high):
-            at = wanted.get((record.step, record.attempt))
-            if at is None:
-                continue
-            decision = record.decision if record.decision_bytes else None
-            for name in names:
-                value: float | None = None
-                if name == "loss_scale":
-                    value = record.observation.loss_scale
-                elif decision is not None:
-                    source = decision if name == "lr_factor" else decision.readings
-                    value = getattr(source, name)
-                if value is not None:
-                    values[name][at], there[name][at] = value, True
-        return {name: (values[name], there[name]) for name in names}
-
-    def _records(self, directory: Path, low: int, high: int) -> Iterator[StepRecord]:
         for places in _groups(directory).values():
             for place in places:
                 for _, path in list_segments(place, SCALARS):
                     steps = np.frombuffer(self._index(path)[0], INDEX_DTYPE)["step"]
                     if not len(steps) or steps.max() < low or steps.min() > high:
                         continue
-                    for frame in read_segment(path).frames:
-                        if frame.kind is Kind.STEP:
-                            step = int.from_bytes(frame.payload[:8], "little", signed=True)
-                            if low <= step <= high:
-                                yield decode_step(frame.payload, str(path))
+                    keys, table_NK = self._values_of(path)
+                    for row, key in enumerate(keys):
+                        at = wanted.get(key)
+                        if at is None:
+                            continue
+                        for name in names:
+                            value = table_NK[row, DECODED.index(name)]
+                            if value != NOT_MEASURED:
+                                values[name][at], there[name][at] = value, True
+        return {name: (values[name], there[name]) for name in names}
+
+    def _values_of(self, path: Path) -> tuple[list[tuple[int, int]], Floats]:
+        """What DECODED names of each step of a segment, -inf where there is nothing."""
+        size = path.stat().st_size
+        with self._lock:
+            known = self._values.get(path)
+        if known is not None and known[0] == size:
+            return known[1], known[2]
+        keys: list[tuple[int, int]] = []
+        rows: list[list[float]] = []
+        for frame in read_segment(path).frames:
+            if frame.kind is not Kind.STEP:
+                continue
+            record = decode_step(frame.payload, str(path))
+            decision = record.decision if record.decision_bytes else None
+            found: list[float | None] = [None, None, None, record.observation.loss_scale]
+            if decision is not None:
+                readings = decision.readings
+                found[:3] = [readings.spike_score, readings.norm_baseline, decision.lr_factor]
+            keys.append((record.step, record.attempt))
+            rows.append([NOT_MEASURED if value is None else value for value in found])
+        table_NK = np.asarray(rows, np.float64).reshape(-1, len(DECODED))
+        with self._lock:
+            self._values[path] = (size, keys, table_NK)
+            self._values.move_to_end(path)
+            while len(self._values) > KEPT_VALUES:
+                self._values.popitem(last=False)
+        return keys, table_NK
 
     # ---- layers ----------------------------------------------------------------------------
 
