@@ -32,7 +32,7 @@ from sentinel_hooks.probes.read import read
 from sentinel_hooks.probes.updates import UpdateProbe
 from tests.bench.timing import machine, table
 
-ROUNDS = 40
+ROUNDS = 20
 WARM = 6
 
 # ---------------------------------------------------------------- models
