@@ -30,6 +30,7 @@ RETENTION_S = 300.0
 MAPS_S = 60.0
 WATCH_S = 3.0
 LAG_S = 0.25
+LET_GO_S = 3600.0
 DRAIN_S = 5.0
 DAY_S = 86_400.0
 
@@ -115,6 +116,10 @@ class Jobs:
         """Old series make room; so do those of runs that are over, when there is too much."""
         service, store = self._service, self._service.store
         settings, now = service.settings, service.now()
+        for run in service.runs.runs.values():
+            lost_since = run.ended if run.run_state == "lost" else None
+            if run.record is not None and lost_since is not None and now - lost_since > LET_GO_S:
+                service.runs.let_go(run)
         over = sorted(
             (run.ended or run.last_heard, run.name)
             for run in service.runs.runs.values()

@@ -277,6 +277,11 @@ class Runs:
             run.seen = reports_on_disk(self._store.run_directory(name), run.incarnation)
         return run
 
+    def let_go(self, run: Run) -> None:
+        """Close the files of a run that has been lost for long; a report opens them again."""
+        run.record = None
+        self._store.close_record(run.name)
+
     def forget(self, name: str) -> None:
         """A run whose series are gone is not listed any more."""
         self.runs.pop(name, None)

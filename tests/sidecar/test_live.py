@@ -197,6 +197,25 @@ class TestJobs:
         states = {name: service.runs.get(name).run_state for name in ("fast", "slow")}
         assert states == {"fast": "lost", "slow": "running"}
 
+    def test_files_of_a_run_that_is_lost_for_long_are_closed_until_it_comes_back(
+        self, service: Service, clock: FakeClock
+    ) -> None:
+        reporter = Reporter(service, SimulatedTrainer(seed=1))
+        reporter.register()
+        reporter.steps(5)
+        clock.advance(100.0)
+        service.runs.expire(clock.now)
+        job = jobs.Jobs(service)
+        asyncio.run(job.retain())
+        assert service.runs.get("r").record is not None
+        clock.advance(4000.0)
+        asyncio.run(job.retain())
+        assert service.runs.get("r").record is None
+        assert not service.store.records
+        reporter.steps(5)
+        assert service.runs.get("r").run_state == "running"
+        assert reporter.curves("loss")["series"]["loss"]["step"] == list(range(10))
+
     def test_what_runs_say_is_saved_and_jobs_are_drained(
         self, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
