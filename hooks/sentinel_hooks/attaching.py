@@ -182,10 +182,17 @@ def attach(
         )
 
     council: Council | None = None
+    apart = together.why if together.world > 1 and group is None and together.alike else ""
     if group is None:
         beginning = begin()
     else:
-        beginning, council = _begin_together(group, begin, directory, target, table, signals)
+        try:
+            beginning, council = _begin_together(group, begin, directory, target, table, signals)
+        except LostError as error:
+            group = None
+            record = False
+            apart = f"the ranks lost each other while attaching ({error})"
+            beginning = _beginning_of_nothing(chosen, directory)
     session = Session(
         target,
         table,
@@ -206,8 +213,8 @@ def attach(
         first_save=beginning.first_save,
         sharers=int(os.environ.get("LOCAL_WORLD_SIZE") or together.world),
     )
-    if together.world > 1 and group is None and together.alike:
-        session.stand_aside(f"not all ranks are attached: {together.why}")
+    if apart:
+        session.stand_aside(f"not all ranks are attached: {apart}")
     logger.info(
         "attached run=%s policy=%s mode=%s layers=%s optimizers=%s rank=%s ranks=%s",
         session.run_id,
@@ -343,6 +350,13 @@ def _begin(
     return _Beginning(run, incarnation, link, keeper)
 
 
+def _beginning_of_nothing(policy: Policy, directory: Path) -> _Beginning:
+    """For a session that stands aside: nothing is written, nobody is asked."""
+    run, incarnation = _new_run_id(), secrets.token_hex(4)
+    keeper = Keeper(directory / run, run=run, incarnation=incarnation, policy=policy, enabled=False)
+    return _Beginning(run, incarnation, EmbeddedLink(policy), keeper)
+
+
 def _begin_together(
     group: Group,
     begin: Callable[[], _Beginning],
@@ -354,7 +368,8 @@ def _begin_together(
     """Rank 0 begins the run and tells the others; its error is everybody's.
 
     Raises:
-        AttachError: rank 0 cannot attach, on all ranks; or the ranks lost each other.
+        AttachError: rank 0 cannot attach, on all ranks.
+        LostError: the ranks lost each other.
     """
     hello = _Hello()
     beginning: _Beginning | None = None
@@ -377,14 +392,8 @@ def _begin_together(
         except Exception as error:  # noqa: BLE001  it is raised below, on all ranks
             failed = error
             hello = _Hello(error=f"{type(error).__name__}: {error}")
-    try:
-        told = group.tell_any(msgspec.msgpack.encode(hello) if group.rank == 0 else None)
-        hello = msgspec.msgpack.decode(told, type=_Hello)
-    except LostError as error:
-        raise AttachError(
-            f"the ranks lost each other while attaching ({error}); the run can go on without "
-            "sentinel"
-        ) from error
+    told = group.tell_any(msgspec.msgpack.encode(hello) if group.rank == 0 else None)
+    hello = msgspec.msgpack.decode(told, type=_Hello)
     if failed is not None:
         group.close("rank 0 cannot attach")
         raise failed

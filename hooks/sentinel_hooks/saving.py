@@ -233,7 +233,8 @@ class Saving:
         """Several ranks: what this one has to say at its next gate."""
         taken = self._copied[1] if self._copied is not None else None
         written = self._written if self._in_flight is not None else None
-        return Facts(taken=taken, written=written, ready=ready)
+        flying = 0 if self._in_flight is None else self._in_flight + 1
+        return Facts(taken=taken, written=written, ready=ready, flying=flying)
 
     def add_to(self, note: Note) -> Note:
         """Rank 0: what all shall know of saves, and of a restart."""
@@ -270,7 +271,9 @@ class Saving:
         flying = self._in_flight
         if flying is None:
             return
-        if heard.unwritten:
+        if not heard.same_flight:
+            self._give_up(flying, "not all ranks save this step")
+        elif heard.unwritten:
             self._give_up(flying, f"{heard.unwritten} of {heard.ranks} ranks could not write")
         elif note.saved == flying:
             self._in_flight = None
@@ -336,7 +339,32 @@ class Saving:
 
     def restore(self, decision: Decision) -> None:
         """Go back to the decision's target, or the next older one that can be read."""
-        self._restore(decision.target, decision.rule)
+        self._restore_surely(decision.target, decision.rule)
+
+    def _restore_surely(self, decided: int | None, rule: str) -> None:
+        """With several ranks: an error of our own on this one must not leave it alone.
+
+        It is gone through again, with what the ranks have told each other so far. Copying twice
+        does no harm, and what was noted already ends it.
+        """
+        council = self._council
+        if council is None:
+            self._restore(decided, rule)
+            return
+        council.begin()
+        noted = self._host.now.ledger.pending_restore is None
+        try:
+            self._restore(decided, rule)
+        except Exception as error:  # noqa: BLE001
+            self._guard.note("rollback again", error)
+            if not noted and self._host.now.ledger.pending_restore is None:
+                return  # it was all done
+            council.rewind()
+            try:
+                self._restore(decided, rule)
+            except Exception as again:  # noqa: BLE001
+                self._guard.note("rollback again", again)
+                council.leave(f"a rollback failed on rank {council.rank}: {again}")
 
     def _restore(self, decided: int | None, rule: str) -> None:
         step, target = self._host.now.step, decided
@@ -528,7 +556,7 @@ class Saving:
             if self._council is not None:
                 self._deferred = (pending, rule)  # all ranks together, at the next safe point
                 return
-            self._restore(pending, rule)
+            self._restore_surely(pending, rule)
             return
         why = "the process ended before it was restored"
         if pending in on_disk:
@@ -537,4 +565,4 @@ class Saving:
 
     def restore_deferred(self, target: int, rule: str) -> None:
         """Several ranks: a rollback that the processes before had decided."""
-        self._restore(target, rule)
+        self._restore_surely(target, rule)

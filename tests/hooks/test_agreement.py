@@ -173,3 +173,8 @@ def test_of_many_ranks_each_says_its_maxima_in_turn_and_none_is_left_out() -> No
         heard = said(*ranks, seq=seq, layers=1, maxima=("top",))
         seen.add(heard.parts["top"][0])
     assert seen == {3.0, 7.0, 11.0, 12.0}  # the largest of each turn
+
+
+def test_ranks_that_save_different_steps_notice_it() -> None:
+    assert said(step(flying=101), step(flying=101)).same_flight
+    assert not said(step(flying=101), step(flying=0)).same_flight

@@ -89,7 +89,7 @@ class AttentionProbe(Quiet):
     @property
     def watched(self) -> list[tuple[nn.Module, Place]]:
         """The attention modules, once attached."""
-        return self._places
+        return [(module, place) for module, place in self._places if place.attention]
 
     def attach(self) -> None:
         """Hooks on the modules, replacements of the functions."""

@@ -53,7 +53,6 @@ _attention = F.scaled_dot_product_attention
 _softmax = F.softmax
 _torch_softmax = torch.softmax
 _PLAIN = (Tensor, nn.Parameter)
-_AUTOCAST = ("cpu", "cuda", "xpu", "mps")  # asking of another device raises
 
 # ---------------------------------------------------------------- what is kept of a call
 
@@ -405,7 +404,7 @@ def _as_computed(x: Tensor) -> Tensor:
     """Detached, and rounded as autocast rounds it for the kernel."""
     x = x.detach()
     kind = x.device.type
-    if kind in _AUTOCAST and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+    if kind in exact.AUTOCAST and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
     return x
 

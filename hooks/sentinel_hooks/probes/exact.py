@@ -19,11 +19,13 @@ Purity:  does not wait for the device, keeps no graph. Computed in float32 at le
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 ROWS = 16
+AUTOCAST = ("cpu", "cuda", "xpu", "mps")  # asking of another device raises
 CHUNK = 256  # query rows at a time: 256 x S scores for each head
 
 
@@ -74,6 +76,13 @@ def everywhere(
     return best
 
 
+def _as_they_are(kind: str) -> AbstractContextManager[object]:
+    """Autocast would round the products of float32 again."""
+    if kind in AUTOCAST and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
 def _scores(
     q_BHRD: Tensor,
     k: Tensor,
@@ -87,7 +96,8 @@ def _scores(
     groups, S = k.size(1), k.size(2)
     dtype = torch.promote_types(q_BHRD.dtype, torch.float32)
     q = q_BHRD.to(dtype).reshape(B, groups, H // groups * R, D)
-    s = (q @ k.to(dtype).transpose(-1, -2)).view(B, H, R, S)
+    with _as_they_are(q.device.type):
+        s = (q @ k.to(dtype).transpose(-1, -2)).view(B, H, R, S)
     s = s * (D**-0.5 if scale is None else scale)
     if causal:
         later = torch.arange(S, device=s.device) > index_BHR[..., None]

@@ -3,7 +3,7 @@
     probe = MemoryProbe(models, optimizers, every=10)
     probe.phase("forward"); probe.before_step(step); probe.scalars()["memory_bytes/weights"]
 
-Weights, gradients and optimizer state are summed from the tensors themselves, each storage once.
+Weights, gradients and optimizer state are summed from the tensors themselves, each address once.
 On a CUDA device the allocator says the rest: `activations` is what is held at the end of the
 forward beyond the three, `other` what is held at the gate beyond them, `peak` the most so far (its
 counter is the user's too, so it is read and never reset), `headroom` the share of the device that
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from sentinel_hooks.probes.probe import Quiet
 
+_PLAIN = (Tensor, nn.Parameter)
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -107,19 +108,17 @@ class MemoryProbe(Quiet):
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages, each once; a sharded tensor is its shard."""
-    sizes: dict[Any, int] = {}
+    """Bytes of the tensors, each address once; a sharded tensor is its shard."""
+    sizes: dict[int, int] = {}
     for t in tensors:
-        if nn.parameter.is_lazy(t):
-            continue
-        local: Callable[[], Tensor] | None = getattr(t, "to_local", None)
-        t = local() if local is not None else t
+        if type(t) not in _PLAIN:
+            if nn.parameter.is_lazy(t):
+                continue
+            local: Callable[[], Tensor] | None = getattr(t, "to_local", None)
+            t = local() if local is not None else t
         if t.layout is not torch.strided:
             t = t._values() if t.is_sparse else t.values()
-        storage = t.untyped_storage()
-        # On the meta device every address is 0.
-        key = (t.device, storage.data_ptr() or id(storage))
-        sizes[key] = storage.nbytes()
+        sizes[t.data_ptr() or id(t)] = t.nbytes  # on the meta device every address is 0
     return sum(sizes.values())
 
 

@@ -38,7 +38,7 @@ NOTE = NOTE_BYTES // _BYTES_EACH
 SPEAKERS = 4
 DIGESTS = 4
 
-_EQUAL = ("kind", "seq", "attempt", "action", *(f"print{i}" for i in range(DIGESTS)))
+_EQUAL = ("kind", "seq", "attempt", "action", "flying", *(f"print{i}" for i in range(DIGESTS)))
 _SUMS = (
     "ranks",
     "blind",
@@ -128,6 +128,7 @@ class Says:
         total_sq: its share of the global norm's square: a parameter that n ranks hold counts 1/n.
         taken: the snapshot due at the last safe point: True copied, False failed, None none due.
         written: its part of the save in flight: True written, False failed, None not known yet.
+        flying: the step of the save to disk that is on its way, plus one; 0 for none.
         ready: a canary batch old enough is kept here.
         ok: a vote, or "this is finite"; None abstains.
         values: two numbers to be averaged.
@@ -148,6 +149,7 @@ class Says:
     params_bad: bool = False
     taken: bool | None = None
     written: bool | None = None
+    flying: int = 0
     ready: bool = False
     ok: bool | None = None
     values: tuple[float, float] = (0.0, 0.0)
@@ -182,6 +184,7 @@ class Heard:
     untaken: int
     written: int
     unwritten: int
+    same_flight: bool
     ready: int
     ok: int
     failed: int
@@ -269,6 +272,7 @@ def pack(says: Says, seq: int, rank: int, world: int, layout: Layout) -> Float64
         "seq": seq,
         "attempt": says.attempt,
         "action": says.action,
+        "flying": says.flying,
         **{
             f"print{i}": int.from_bytes(digest[2 * i : 2 * i + 2], "little") for i in range(DIGESTS)
         },
@@ -367,6 +371,7 @@ def unpack(total: Float64, world: int, layout: Layout) -> Heard:
         untaken=count("untaken"),
         written=count("written"),
         unwritten=count("unwritten"),
+        same_flight=same("flying"),
         ready=count("ready"),
         ok=count("ok"),
         failed=count("failed"),

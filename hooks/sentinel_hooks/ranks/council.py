@@ -74,6 +74,7 @@ class Facts:
     taken: bool | None = None
     written: bool | None = None
     ready: bool = False
+    flying: int = 0
 
 
 class Council:
@@ -185,6 +186,7 @@ class Council:
             says.parts = measured.parts
         says.off = bool(self._wanted_off)
         says.taken, says.written, says.ready = facts.taken, facts.written, facts.ready
+        says.flying = facts.flying
         if self._log:
             last = self._log[-1]
             says.action = _digest(last)
@@ -275,7 +277,12 @@ class Council:
         if not self._compare:
             return
         self._compare = False
-        heard = self._say(Says(Kind.COMPARE, digest=digest()))
+        try:
+            mine = digest()
+        except Exception as error:  # noqa: BLE001  the others are waiting
+            logger.error("this rank's parameters cannot be compared: %r", error)
+            mine = b""
+        heard = self._say(Says(Kind.COMPARE, digest=mine))
         if heard is None:
             return
         if self._applied_differed if self._sharded else not heard.same_digest:
@@ -292,6 +299,11 @@ class Council:
     def close(self) -> None:
         """This rank leaves: the others notice at their next step."""
         self._agreement.group.close("this rank has detached")
+
+    def leave(self, why: str) -> None:
+        """This rank cannot go on: the others must not wait for it."""
+        self._stop(why)
+        self._wonder()
 
     def look(self, step: int) -> bool:
         """After the group was lost: whether the run is to be halted at this step."""
