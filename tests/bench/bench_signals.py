@@ -247,7 +247,8 @@ def main() -> None:
             amortised = f"{share / 10:.2f}" if sampled else f"{share:.2f}"
             rows.append((name, f"{cost:.0f}", f"{share:.2f}", amortised, f"{bare:.1f}"))
         head = ("signal", "us", "% of the bare step", "% every 10th", "bare step, ms")
-        print(table(f"{title} ({machine()})", rows, head))
+        at = machine().partition(";")[0]
+        print(table(f"{title} ({at}; CPU time, medians of {ROUNDS} steps)", rows, head))
         print()
 
 

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from sentinel.core.types import LAYER_ATTENTION_MAX_LOGIT
 from sentinel_hooks.layers import LayerTable
-from sentinel_hooks.probes import exact
+from sentinel_hooks.probes import capture, exact
 from sentinel_hooks.probes.attention import AttentionProbe
-from sentinel_hooks.probes.places import WHERE
+from sentinel_hooks.probes.places import FEW, SOME, WHERE, Place
 from sentinel_hooks.probes.probe import resolve
 from sentinel_hooks.probes.read import read
 
@@ -551,3 +551,48 @@ def test_nothing_piles_up_over_steps(watch: Any) -> None:
         if step in (20, 59):
             counts.append(alive())
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("kind", ["padded", "of four dimensions"])
+def test_what_cuda_kernels_make_of_a_log_sum_exp_is_read_right(kind: str) -> None:
+    q, k = torch.randn(2, 2, 10, 8), torch.randn(2, 2, 10, 8)
+    lse = (q @ k.transpose(-1, -2) / math.sqrt(8)).logsumexp(-1)
+    if kind == "padded":  # to a multiple of 32, with anything in it
+        given = torch.full((2, 2, 32), 1e9)
+        given[..., :10] = lse
+    else:
+        given = lse[..., None]
+    for level in (FEW, SOME):
+        place = Place("attn", 0, True, 2, torch.zeros(1))
+        place.level = level
+        capture.keep_lse(place, given, q, k if level else None, None, False, None, 10)
+        high = place.raw[0].amax((0, 2)) if place.raw else place.high[0]
+        assert torch.isfinite(high).all()
+        assert (high <= lse.amax((0, 2)) + 1e-5).all()
+
+
+def test_under_autocast_the_logits_are_those_of_the_rounded_queries(watch: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(by_attribute, layers=1)
+    with torch.no_grad():
+        model.blocks[0]["attn"].qkv.weight.mul_(8)
+    w = watch(model, threshold=1.0)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(batch())
+        loss.backward()
+        found = w.layers()["blocks.0.attn.qkv"]
+    assert model.blocks[0]["attn"].last[0].dtype == torch.bfloat16
+    assert found == pytest.approx(max(truth(model.blocks[0]["attn"])), rel=1e-4)
+
+
+def test_half_precision_does_not_overflow(watch: Any) -> None:
+    model = Model(by_attribute, layers=1).to(torch.bfloat16)
+    with torch.no_grad():
+        model.blocks[0]["attn"].qkv.weight.mul_(300)
+    w = watch(model)
+    for _ in range(3):
+        model(batch().to(torch.bfloat16)).backward()
+        found = w.layers()["blocks.0.attn.qkv"]
+    assert found == pytest.approx(max(truth(model.blocks[0]["attn"])), rel=1e-3)
+    assert found > 1e4
