@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from sentinel_hooks.probes.probe import Quiet
 
 _PLAIN = (Tensor, nn.Parameter)
+KEPT = 10  # samples for which the sizes of weights and optimizer state are believed
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -57,6 +58,9 @@ class MemoryProbe(Quiet):
         self._held: dict[str, int] = {}
         self._found: dict[str, float] = {}
         self._due = True
+        self._samples = 0
+        self._states = -1
+        self._lasting = (0, 0)
 
     def phase(self, name: str) -> None:
         """A phase of PHASES has just ended."""
@@ -70,20 +74,18 @@ class MemoryProbe(Quiet):
         if not due:
             self._held = {}
             return
-        # Frozen parameters are weights too; a tied one is one.
-        weights = _bytes(t for m in self._models for t in (*m.parameters(), *m.buffers()))
+        states = sum(len(o.state) for o in self._optimizers)
+        if self._samples % KEPT == 0 or states != self._states:
+            self._lasting = self._sum_lasting()
+            self._states = states
+        self._samples += 1
+        weights, optimizer = self._lasting
         gradients = _bytes(
             p.grad
             for o in self._optimizers
             for g in o.param_groups
             for p in g["params"]
             if p.grad is not None
-        )
-        optimizer = _bytes(
-            value
-            for o in self._optimizers
-            for state in o.state.values()
-            for value in _tensors(state)
         )
         found = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
         known = weights + gradients + optimizer
@@ -101,6 +103,18 @@ class MemoryProbe(Quiet):
             reserved = int(self._counters.memory_reserved(self._device))
             self._found["memory_headroom"] = (free + reserved - held) / total
         self._held = {}
+
+    def _sum_lasting(self) -> tuple[int, int]:
+        """Weights and optimizer state, which hardly ever change their size."""
+        # Frozen parameters are weights too; a tied one is one.
+        weights = _bytes(t for m in self._models for t in (*m.parameters(), *m.buffers()))
+        optimizer = _bytes(
+            value
+            for o in self._optimizers
+            for state in o.state.values()
+            for value in _tensors(state)
+        )
+        return weights, optimizer
 
     def scalars(self) -> dict[str, float]:
         """The newest sample."""
