@@ -59,10 +59,16 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    ("padded", "recompute"),
+    [(False, False), (True, False), (False, True)],
+    ids=["whole", "padded", "checkpointing"],
+)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("make", [llama, gpt2], ids=lambda make: make.__name__)
-def test_exactly_the_layer_above_50_is_flagged(make: Any, attention: str, padded: bool) -> None:
+def test_exactly_the_layer_above_50_is_flagged(
+    make: Any, attention: str, padded: bool, recompute: bool
+) -> None:
     ids = torch.randint(0, 64, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
     mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
     if padded:
@@ -80,6 +86,9 @@ def test_exactly_the_layer_above_50_is_flagged(make: Any, attention: str, padded
         truth = truths(forward)
         assert all(t < 45 for i, t in enumerate(truth) if i != layer), truth
         model.set_attn_implementation(attention)
+        if recompute:
+            model.activation_checkpointing_enable()
+            model.train()
 
         def step() -> list[Tensor]:
             model.zero_grad()  # noqa: B023
