@@ -14,7 +14,7 @@ Errors:  none comes out: each call into a probe runs under the guard, at the pla
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
@@ -65,6 +65,7 @@ class Probes:
         self._guard = guard
         self._dead: dict[str, str] = {}
         self._sizes: list[tuple[str, int]] = []
+        self._speakers: dict[str, list[tuple[str, Any]]] = {}
         clip, memory, pace = (probes.get(n) for n in ("clip_pressure", "memory", "pace"))
         self.clip = clip if isinstance(clip, ClipProbe) else None
         self.memory = memory if isinstance(memory, MemoryProbe) else None
@@ -125,20 +126,20 @@ class Probes:
 
     def before_step(self, step: int) -> None:
         """At the gate, before the read."""
-        for name, probe in list(self._probes.items()):
-            self._run(name, probe.before_step, step)
+        for name, before_step in self._that("before_step"):
+            self._run(name, before_step, step)
 
     def after_step(self, applied: bool) -> None:
         """After the optimizer's step."""
-        for name, probe in list(self._probes.items()):
-            self._run(name, probe.after_step, applied)
+        for name, after_step in self._that("after_step"):
+            self._run(name, after_step, applied)
 
     def pending(self) -> list[Tensor]:
         """What the one read of the step shall bring."""
         vectors: list[Tensor] = []
         self._sizes = []
-        for name, probe in list(self._probes.items()):
-            own = self._run(name, probe.pending) or []
+        for name, pending in self._that("pending"):
+            own = self._run(name, pending) or []
             self._sizes.append((name, len(own)))
             vectors += own
         return vectors
@@ -157,8 +158,8 @@ class Probes:
     def finish(self, parts: Parts) -> dict[str, Column]:
         """Columns, from the parts of all ranks."""
         columns: dict[str, Column] = {}
-        for name, probe in list(self._probes.items()):
-            columns |= self._run(name, probe.finish, parts) or {}
+        for name, finish in self._that("finish"):
+            columns |= self._run(name, finish, parts) or {}
         return columns
 
     def resolve(self, values: Sequence[Float64]) -> dict[str, Column]:
@@ -168,8 +169,8 @@ class Probes:
     def scalars(self) -> dict[str, float]:
         """Numbers without layers, by metric name; "name/label" where there are several."""
         found: dict[str, float] = {}
-        for name, probe in list(self._probes.items()):
-            found |= self._run(name, probe.scalars) or {}
+        for name, scalars in self._that("scalars"):
+            found |= self._run(name, scalars) or {}
         return found
 
     def blind_spots(self) -> list[Unseen]:
@@ -185,6 +186,19 @@ class Probes:
             spots += self._run(name, probe.blind_spots) or []
         return spots
 
+    def _that(self, method: str) -> list[tuple[str, Any]]:
+        """The probes that do something there: most have nothing to do at most moments of a step."""
+        speakers = self._speakers.get(method)
+        if speakers is None:
+            idle = getattr(Quiet, method)
+            speakers = [
+                (name, getattr(probe, method))
+                for name, probe in self._probes.items()
+                if getattr(type(probe), method, None) is not idle
+            ]
+            self._speakers[method] = speakers
+        return speakers
+
     def _run(
         self, name: str, body: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs
     ) -> _R | None:
@@ -194,6 +208,7 @@ class Probes:
         if self._guard.counts.get(where, 0) > failures and name not in self._dead:
             self._dead[name] = self._guard.last
             probe = self._probes.pop(name, None)
+            self._speakers = {}
             if probe is not None:
                 self._guard.run(where, probe.detach)
         return result
