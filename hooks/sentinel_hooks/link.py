@@ -802,6 +802,8 @@ class RemoteLink:
         self._take_orders(reply, asked)
         if not batch:
             return
+        if not reply.recorded:
+            raise MissError("refused", "its disk takes no reports now")  # told again in a second
         done = batch[-1].seq
         if reply.need_state:
             try:

@@ -380,7 +380,7 @@ class Runs:
                 commands=orders,
                 expires_in_s=_left(run, orders, now),
             )
-        reply = None
+        reply, kept = None, True
         for frame in frames:
             if message.late:
                 self._late(run, frame, now)
@@ -389,8 +389,9 @@ class Runs:
                 reply = self._live(run, frame, message, now)
                 if reply.need_state:
                     break
+                kept = kept and reply.recorded
         assert reply is not None
-        return reply
+        return reply if kept else msgspec.structs.replace(reply, recorded=False)
 
     def hand_over(self, message: HandOver, now: float) -> None:
         """Take the trainer's state; raises RefusedError or ProtocolError."""
@@ -427,7 +428,11 @@ class Runs:
     def _live(self, run: Run, frame: Frame, message: Steps, now: float) -> Reply:
         last = run.reply
         if last is not None and last.seq == frame.seq and frame.seq == run.next_seq - 1:
-            # The same question again: our answer was lost on the way.
+            # The same question again: our answer was lost on the way, or no disk took the report.
+            if frame.seq not in run.seen:
+                attempt, data = frame.attempt, last.decision or b""
+                kept = self._write(run, frame, data, run.decision, now, attempt, None, DECIDED)
+                last = run.reply = msgspec.structs.replace(last, recorded=kept)
             orders = self._pending(run, now)
             return msgspec.structs.replace(
                 last, commands=orders, expires_in_s=_left(run, orders, now)

@@ -179,7 +179,7 @@ class Reply(Message, kw_only=True, frozen=True, omit_defaults=True):
         decision: canonical bytes of the decision; None when it does not decide.
         need_state: it cannot follow: hand the state over and ask again.
         recorded_only: why it does not decide; "" when it does.
-        recorded: False: no disk took the frame; keep it, and deliver it later.
+        recorded: False: there is a frame that no disk took; keep them, and deliver them later.
         commands: people's orders not yet acknowledged, oldest first.
         expires_in_s: how long each of them may still be obeyed, by the sidecar's clock.
     """

@@ -351,10 +351,16 @@ def test_a_disk_that_fails_takes_no_late_reports_and_says_that_live_ones_are_not
     assert not reply.recorded
     assert reply.decision is not None
     assert "No space" in service.store.trouble
+    assert not reporter.post(*reporter.move(2)).recorded
     with pytest.raises(RefusedError, match="takes no reports") as caught:
         reporter.post(*reporter.frames[50:], late=True)
     assert caught.value.status == 503
+    assert not reporter.post(reporter.frames[-1]).recorded  # the same question again
     monkeypatch.setattr(records.Record, "_append_columns", real)
+    again = reporter.post(reporter.frames[-1])
+    assert again.recorded
+    assert again.decision is not None
+    assert service.runs.get("r").seen.spans == [(0, 49), (61, 61)]
     reporter.post(*reporter.frames[50:], late=True)
     assert service.store.trouble == ""
     assert reporter.steps(1).recorded
