@@ -14,7 +14,7 @@ Errors:  none comes out: each call into a probe runs under the guard, at the pla
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
@@ -65,7 +65,7 @@ class Probes:
         self._guard = guard
         self._dead: dict[str, str] = {}
         self._sizes: list[tuple[str, int]] = []
-        self._speakers: dict[str, list[tuple[str, Any]]] = {}
+        self._speakers: dict[str, list[tuple[str, Probe]]] = {}
         clip, memory, pace = (probes.get(n) for n in ("clip_pressure", "memory", "pace"))
         self.clip = clip if isinstance(clip, ClipProbe) else None
         self.memory = memory if isinstance(memory, MemoryProbe) else None
@@ -126,20 +126,20 @@ class Probes:
 
     def before_step(self, step: int) -> None:
         """At the gate, before the read."""
-        for name, before_step in self._that("before_step"):
-            self._run(name, before_step, step)
+        for name, probe in self._that("before_step"):
+            self._run(name, probe.before_step, step)
 
     def after_step(self, applied: bool) -> None:
         """After the optimizer's step."""
-        for name, after_step in self._that("after_step"):
-            self._run(name, after_step, applied)
+        for name, probe in self._that("after_step"):
+            self._run(name, probe.after_step, applied)
 
     def pending(self) -> list[Tensor]:
         """What the one read of the step shall bring."""
         vectors: list[Tensor] = []
         self._sizes = []
-        for name, pending in self._that("pending"):
-            own = self._run(name, pending) or []
+        for name, probe in self._that("pending"):
+            own = self._run(name, probe.pending) or []
             self._sizes.append((name, len(own)))
             vectors += own
         return vectors
@@ -158,8 +158,8 @@ class Probes:
     def finish(self, parts: Parts) -> dict[str, Column]:
         """Columns, from the parts of all ranks."""
         columns: dict[str, Column] = {}
-        for name, finish in self._that("finish"):
-            columns |= self._run(name, finish, parts) or {}
+        for name, probe in self._that("finish"):
+            columns |= self._run(name, probe.finish, parts) or {}
         return columns
 
     def resolve(self, values: Sequence[Float64]) -> dict[str, Column]:
@@ -169,8 +169,8 @@ class Probes:
     def scalars(self) -> dict[str, float]:
         """Numbers without layers, by metric name; "name/label" where there are several."""
         found: dict[str, float] = {}
-        for name, scalars in self._that("scalars"):
-            found |= self._run(name, scalars) or {}
+        for name, probe in self._that("scalars"):
+            found |= self._run(name, probe.scalars) or {}
         return found
 
     def blind_spots(self) -> list[Unseen]:
@@ -186,13 +186,13 @@ class Probes:
             spots += self._run(name, probe.blind_spots) or []
         return spots
 
-    def _that(self, method: str) -> list[tuple[str, Any]]:
+    def _that(self, method: str) -> list[tuple[str, Probe]]:
         """The probes that do something there: most have nothing to do at most moments of a step."""
         speakers = self._speakers.get(method)
         if speakers is None:
             idle = getattr(Quiet, method)
             speakers = [
-                (name, getattr(probe, method))
+                (name, probe)
                 for name, probe in self._probes.items()
                 if getattr(type(probe), method, None) is not idle
             ]
