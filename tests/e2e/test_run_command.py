@@ -128,6 +128,40 @@ def test_without_a_model_nothing_is_done_loudly_and_the_script_runs(tmp_path: Pa
     assert not (tmp_path / "sentinel-runs").exists()
 
 
+def test_nothing_of_ours_is_imported_while_torch_is_half_imported(tmp_path: Path) -> None:
+    """Seen red: stepping imported in sitecustomize, as soon as torch.optim.optimizer was there."""
+    script = tmp_path / "imports.py"
+    script.write_text(
+        "import sys\nimport torch\nprint([m for m in sys.modules if m.startswith('sentinel')])\n"
+    )
+    done = call(
+        [*sentinel_run("--attach", "--no-sidecar"), "--", sys.executable, str(script)], tmp_path
+    )
+    assert done.stdout == "[]\n"
+    assert done.stderr == ""
+
+
+def test_a_script_with_step_hooks_of_its_own_is_watched_and_not_broken_off(tmp_path: Path) -> None:
+    """Seen red: the hook that attaches took itself out while torch went through all hooks."""
+    script = tmp_path / "hooked.py"
+    script.write_text(
+        "import torch\n"
+        "from torch.optim.optimizer import register_optimizer_step_pre_hook\n"
+        "seen = []\n"
+        "register_optimizer_step_pre_hook(lambda *_: seen.append(1))\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n"
+        "    optimizer.zero_grad(); model(torch.ones(2, 4)).sum().backward(); optimizer.step()\n"
+        "print(len(seen))\n"
+    )
+    done = call(
+        [*sentinel_run("--attach", "--no-sidecar"), "--", sys.executable, str(script)], tmp_path
+    )
+    assert done.stdout == "3\n"
+    assert "attached to Linear (5 parameters); SGD" in done.stderr
+
+
 def test_the_exit_status_is_the_commands_and_its_own_sitecustomize_still_runs(
     tmp_path: Path,
 ) -> None:

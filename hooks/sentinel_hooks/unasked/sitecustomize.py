@@ -1,7 +1,9 @@
 """Python imports this at start, because `sentinel run --attach` put its folder on PYTHONPATH.
 
-Only the standard library is imported here, and nothing is done before torch.optim.optimizer is. The
-environment's own sitecustomize, if there is one, is run as if this one were not here.
+Only the standard library is imported here, and nothing is done before torch.optim.optimizer is:
+then a hook waits for the first step. Ours is imported at that step and not before: while
+torch.optim.optimizer comes, torch itself is half imported. The environment's own sitecustomize, if
+there is one, is run as if this one were not here.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 _AWAITED = "torch.optim.optimizer"
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -55,10 +58,33 @@ class _Then(importlib.abc.Loader):
             module.__spec__.loader = self._loader
         sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _Watch)]
         try:
+            module.register_optimizer_step_pre_hook(_AtStep())
+        except Exception as error:  # noqa: BLE001  the script comes first
+            sys.stderr.write(f"sentinel: cannot watch this process: {error!r}\n")
+
+
+class _AtStep:
+    """torch calls it before every step of any optimizer.
+
+    It stays there: torch goes through its hooks at that moment, and taking one out would break off
+    the script's step if the script has put in hooks of its own.
+    """
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def __call__(self, optimizer: Any, *_: Any) -> None:
+        if self._done:
+            return
+        try:
             from sentinel_hooks.unasked import stepping
 
-            stepping.watch(module)
+            if stepping.is_made_up(optimizer):
+                return
+            self._done = True  # first: attaching may step
+            stepping.first_step(optimizer)
         except Exception as error:  # noqa: BLE001  the script comes first
+            self._done = True
             sys.stderr.write(f"sentinel: cannot watch this process: {error!r}\n")
 
 

@@ -1,9 +1,9 @@
 """The first optimizer step of the process attaches.
 
-    watch(torch.optim.optimizer)      called once, by sitecustomize.py
+    first_step(optimizer)      called once, by sitecustomize.py
 
-A global step pre-hook of torch's own: it fires before the optimizer's own hooks, so that the
-session's gate, which it installs, sees this very step. It then takes itself out.
+It comes from a global step pre-hook of torch's own: that fires before the optimizer's own hooks, so
+that the session's gate, which is installed here, sees this very step.
 
 Environment:  SENTINEL_ATTACH, JSON: what attach() shall be given: policy, mode, run_dir, run_id.
 Errors:       none reach the script; what could not be done is said on standard error and logged.
@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import sys
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,30 +25,15 @@ logger = logging.getLogger(__name__)
 VARIABLE = "SENTINEL_ATTACH"
 
 
-class _First:
-    """The hook, and its handle."""
-
-    def __init__(self) -> None:
-        self.handle: Any = None
-
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if _is_made_up(optimizer):
-            return  # torch.distributed.checkpoint makes optimizer state by a step with lr 0
-        if self.handle is not None:
-            handle, self.handle = self.handle, None
-            handle.remove()
-        with torch.no_grad():
-            _attach(optimizer)
-
-
-def watch(module: ModuleType) -> None:
-    """Attach at the first step of any optimizer."""
-    first = _First()
-    first.handle = module.register_optimizer_step_pre_hook(first)
-
-
-def _is_made_up(optimizer: torch.optim.Optimizer) -> bool:
+def is_made_up(optimizer: torch.optim.Optimizer) -> bool:
+    """No step of a training: torch.distributed.checkpoint steps with lr 0 to make state."""
     return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
+
+
+def first_step(optimizer: torch.optim.Optimizer) -> None:
+    """Attach to what this step belongs to."""
+    with torch.no_grad():
+        _attach(optimizer)
 
 
 def _attach(optimizer: torch.optim.Optimizer) -> None:
