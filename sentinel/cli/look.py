@@ -70,7 +70,7 @@ def list_runs(options: argparse.Namespace) -> int:
             steps(run["step"]),
             number(run["loss"]),
             number(run["grad_norm"]),
-            DASH_NONE if run["step"] is None else ago(run["last_report_s_ago"]),
+            _last_report(run),
             _remarks(run),
         )
         for run in found
@@ -176,6 +176,12 @@ def _protection(run: dict[str, Any]) -> str:
     return text(run["protection"]) if known else words.DASH
 
 
+def _last_report(run: dict[str, Any]) -> str:
+    """Of a run that was over when the sidecar started, the step may not have been read yet."""
+    unheard = run["step"] is None and run["state"] == "running"
+    return DASH_NONE if unheard else ago(run["last_report_s_ago"])
+
+
 def _remarks(run: dict[str, Any]) -> str:
     said = []
     if run.get("open_incidents"):
@@ -211,7 +217,7 @@ def _status(run: dict[str, Any]) -> list[str]:
         factor = run["decision"]["lr_factor"]
         cut = f"x{number(factor)} of the schedule"
         row("learning rate", "as scheduled" if factor == 1.0 else cut)
-    seen = DASH_NONE if run["step"] is None else ago(run["last_report_s_ago"])
+    seen = _last_report(run)
     row("last report", seen)
     row("policy", f"{text(run['policy'])}, mode {run['mode']}")
     if ledger:
@@ -255,7 +261,7 @@ def _alarms(run: dict[str, Any], ledger: dict[str, Any], live: bool) -> list[str
     """What somebody should know first, each with the way out."""
     name = text(run["run"])
     said = []
-    if run["step"] is None:
+    if run["step"] is None and run["state"] == "running":
         said.append("the trainer has registered and not reported a step yet")
     if run["state"] == "lost":
         said.append(

@@ -59,8 +59,9 @@ from sentinel.sidecar.store.record import (
     LATE,
     Record,
     Seen,
-    newest_actions,
+    acted,
     newest_chapter,
+    newest_steps,
     reports_on_disk,
 )
 from sentinel.sidecar.store.store import Store
@@ -206,6 +207,7 @@ class Run:
     saved_incidents: tuple[Incident, ...] = ()
     unrevived: bool = False  # the same for the state of a run that has no engine of its own
     unread: bool = False  # from an earlier start: what is on disk of it was not looked at yet
+    earlier: Observation | None = None  # its newest step of an earlier start
     seen: Seen = field(default_factory=Seen)
     lines: dict[Any, str] = field(default_factory=dict)  # the exporter's, laid out once
     top: dict[str, npt.NDArray[np.intp]] = field(default_factory=dict)  # layers it shows
@@ -274,7 +276,11 @@ class Runs:
             )
         if run.unread:
             run.unread = False
-            run.seen = reports_on_disk(self._store.run_directory(name), run.incarnation)
+            place = self._store.run_directory(name)
+            run.seen = reports_on_disk(place, run.incarnation)
+            if run.earlier is None:  # ended ones are many: not read before somebody asks
+                found = newest_steps(place, run.incarnation)
+                run.earlier = found[-1].observation if found else None
         return run
 
     def let_go(self, run: Run) -> None:
@@ -715,7 +721,9 @@ class Runs:
 
     def _reconcile(self, run: Run) -> None:
         """Actions of the newest segment that a killed sidecar had no time to write down."""
-        for record in newest_actions(self._store.run_directory(run.name), run.incarnation):
+        found = newest_steps(self._store.run_directory(run.name), run.incarnation)
+        run.earlier = found[-1].observation if found else None
+        for record in acted(found):
             decision = record.decision
             if decision.action is not record.outcome.executed:
                 continue
@@ -1282,14 +1290,17 @@ def _core_move(move: Move) -> Outcome | Event:
 
 def summary(run: Run, now: float) -> dict[str, Any]:
     """One line of the list of runs."""
-    seen, decision = run.observation, run.decision
+    seen, decision = run.observation or run.earlier, run.decision
+    protection = None if decision is None else str(decision.readings.protection)
+    if seen is None:
+        protection = "off"  # nobody has measured anything
     return {
         "run": run.name,
         "state": run.run_state,
         "step": None if seen is None else seen.step,
         "loss": None if seen is None else seen.loss,
         "grad_norm": None if seen is None else seen.grad_norm,
-        "protection": "off" if decision is None else str(decision.readings.protection),
+        "protection": protection,
         "decides": run.decides,
         "reason": run.reason,
         "watched": run.watched,

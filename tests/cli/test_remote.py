@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import uvicorn
 
+from sentinel.cli import look, words
 from sentinel.cli import main as cli
-from sentinel.cli import words
 from sentinel.client import Client
 from sentinel.sidecar.app import create_app
 from sentinel.sidecar.security import Role
@@ -330,3 +330,19 @@ class TestOrders:
         with pytest.raises(SystemExit):
             cli.main(["silence", "r7:1", f"--for={text}"])
         assert "must be a time like 90s, 10m or 2h" in capsys.readouterr().err
+
+
+def test_an_ended_run_whose_step_is_not_known_is_not_said_to_be_about_to_start() -> None:
+    run = {
+        "run": "r7",
+        "state": "finished",
+        "step": None,
+        "last_report_s_ago": 600.0,
+        "mode": "act",
+    }
+    run |= {"decides": True, "reason": ""}
+    assert look._last_report(run) == "10 min ago"
+    assert look._alarms(run, {}, False) == []
+    run["state"] = "running"
+    assert look._last_report(run) == "none yet"
+    assert "not reported a step yet" in look._alarms(run, {}, False)[0]

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from sentinel.core.types import Action, Outcome
-from sentinel.sidecar.runs import RefusedError
+from sentinel.sidecar.runs import RefusedError, details
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
 from sentinel.sidecar.store import record as records
@@ -19,6 +19,7 @@ from sentinel.sidecar.store.models import DecisionRow, IncidentRow, RunRow
 from sentinel.sidecar.store.record import Seen
 from sentinel.traces.replay import replay
 from sentinel.wire import messages
+from sentinel.wire.messages import Close
 from tests.support import FakeClock
 from tests.support.reports import Reporter, expected
 from tests.support.simulated import (
@@ -321,6 +322,27 @@ def test_a_second_live_writer_is_refused_also_after_a_restart(
     second.register()
     with pytest.raises(RefusedError, match="written by incarnation"):
         first.steps(1)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_of_an_earlier_start_shows_its_newest_step(
+    start: Callable[..., Service], ended: bool
+) -> None:
+    service = start()
+    reporter = Reporter(service, trainer())
+    reporter.register()
+    reporter.steps(20)
+    if ended:
+        service.runs.close(Close(run="r", incarnation="i", fence=reporter.fence), service.now())
+    before = details(service.run("r"), service.now())
+    die(service)
+    service = start()
+    after = details(service.run("r"), service.now())
+    assert after["step"] == 19
+    assert [after[k] for k in ("state", "step", "loss", "grad_norm")] == [
+        before[k] for k in ("state", "step", "loss", "grad_norm")
+    ]
+    assert after["protection"] is None  # nobody has said; "off" would be an alarm
 
 
 def test_fences_rise_over_restarts(start: Callable[..., Service], clock: FakeClock) -> None:

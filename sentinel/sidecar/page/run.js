@@ -105,7 +105,7 @@ export class RunView {
     const notes = [];
     if (live && run.protection === "off") notes.push(["bad", `Protection is off: ${offBecause(run)}`]);
     else if (live && run.protection) notes.push([run.protection === "blind" ? "bad" : "", `Protection: ${PROTECTION_MEANS[run.protection] ?? run.protection}.`]);
-    if (run.step === null) notes.push(["", "The trainer has registered and not reported a step yet."]);
+    if (run.step === null && run.state === "running") notes.push(["", "The trainer has registered and not reported a step yet."]);
     if (!run.decides) notes.push(["warn", `This sidecar only records the run: ${run.reason}`]);
     if (ledger.stopped) notes.push(["bad", "The rollback budget is spent: training goes on, only non-finite steps and extreme norms are still skipped. A person is needed; “Resume” refills the budget."]);
     if (run.state === "lost") notes.push(["bad", "The trainer has been silent for too long. Look at the process: it may hang, be killed, or have lost its network."]);
@@ -129,7 +129,7 @@ export class RunView {
       fact("Healthy snapshot", healthy.length ? step(Math.max(...healthy)) : run.ledger ? "none" : DASH, healthy.length ? "newest" : null),
       run.gauges?.tokens_per_second === undefined ? null : fact("Tokens per second", shown(run.gauges.tokens_per_second)),
       run.gauges?.clipped_step_ratio === undefined ? null : fact("Clipped steps", `${shown(100 * number(run.gauges.clipped_step_ratio), 3)} %`),
-      fact("Last report", run.step === null ? "none yet" : since(Date.now() - run.last_report_s_ago * 1000)),
+      fact("Last report", run.step === null && run.state === "running" ? "none yet" : since(Date.now() - run.last_report_s_ago * 1000)),
       fact("Policy", run.policy, run.mode === "observe" ? "only observing" : null),
     ));
   }

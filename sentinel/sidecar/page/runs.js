@@ -37,7 +37,7 @@ export class RunsView {
       cell("Step", step(run.step)),
       cell("Loss", shown(run.loss)),
       cell("Gradient norm", shown(run.grad_norm)),
-      cell("Last report", run.step === null ? "none yet" : since(now - run.last_report_s_ago * 1000)),
+      cell("Last report", run.step === null && run.state === "running" ? "none yet" : since(now - run.last_report_s_ago * 1000)),
     ));
     replace(this.body, h("table", { class: "cards", role: "table", "aria-label": "Runs" },
       h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, ["Run", "State", "Protection", "Incidents", "Step", "Loss", "Gradient norm", "Last report"]

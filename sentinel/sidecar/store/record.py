@@ -18,7 +18,7 @@ Errors:  OSError when the disk fails; the report is then not recorded, see Recor
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -369,21 +369,24 @@ def _columns_since(segment: Segment) -> dict[tuple[int, int], memoryview]:
     return found
 
 
-def newest_actions(directory: Path, incarnation: str) -> list[StepRecord]:
-    """Steps of the newest segment that were not simply let through; nothing on any trouble."""
+def newest_steps(directory: Path, incarnation: str) -> list[StepRecord]:
+    """The steps of the newest segment, without columns; nothing on any trouble."""
     try:
         segment = _newest(directory, incarnation)
         if segment is None:
             return []
-        return [
-            item
-            for item in _items(segment, columns=False)
-            if isinstance(item, StepRecord)
-            and item.outcome.executed is not Action.PROCEED
-            and item.decision_bytes
-        ]
+        return [item for item in _items(segment, columns=False) if isinstance(item, StepRecord)]
     except (TraceError, OSError):
         return []
+
+
+def acted(steps: Iterable[StepRecord]) -> list[StepRecord]:
+    """Those that were not simply let through."""
+    return [
+        step
+        for step in steps
+        if step.outcome.executed is not Action.PROCEED and step.decision_bytes
+    ]
 
 
 def newest_chapter(directory: Path, incarnation: str) -> Iterator[State | StepRecord | Event]:
