@@ -62,7 +62,7 @@ def webhook_address(given: str | None) -> str:
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(
             f"{source} must be an address like https://host/path that takes a POST of JSON, got "
-            f"{'something else' if parts is None else parts.scheme + ':...'}; leave it out for none"
+            f"{_kind_of(url)}; leave it out for none"
         )
     return str(url)
 
@@ -258,6 +258,14 @@ class Outlets:
                 connection.close()
         if last is not None:
             raise last
+
+
+def _kind_of(url: Any) -> str:
+    """What was given, without the secret that an address may hold."""
+    if not isinstance(url, str):
+        return repr(url)
+    scheme, found, _ = url.partition("://")
+    return f"{scheme}://..." if found else "one without https://"
 
 
 def _now() -> float:

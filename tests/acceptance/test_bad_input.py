@@ -96,9 +96,13 @@ POLICY_TYPE = (
     "policy must be one of default, observe, the path of a TOML file or a Policy, got {!r}; a "
     "table becomes one by Policy.from_dict()"
 )
-BY_HAND = (
-    "attach(trainer) cannot take {} yet; pass the objects: attach(model=..., optimizer=..., "
-    "lr_scheduler=..., grad_scaler=...)"
+ALONE = {"model": None, "optimizer": None}
+NAMED = "attach(model=..., optimizer=..., lr_scheduler=..., grad_scaler=...)"
+UNKNOWN = (
+    "attach(trainer) does not know {}; it knows HF Trainer, Lightning Trainer, "
+    "accelerate.Accelerator and their subclasses. Pass the objects that your loop uses: "
+    f"{NAMED}; or teach it this class with sentinel_hooks.register_adapter(...), see "
+    "docs/adapters.md"
 )
 
 
@@ -319,8 +323,26 @@ ATTACH: dict[str, Case] = {
     "run_dir no path": (lambda w: {"run_dir": "a\0b"}, A_FOLDER.format("a\0b")),
     "record a word": (lambda w: {"record": "no"}, "record must be True or False, got 'no'"),
     # -- trainers
-    "trainer unknown": (lambda w: {"trainer": World}, BY_HAND.format("type")),
-    "model in the trainer's place": (lambda w: {"trainer": w.model}, BY_HAND.format("Linear")),
+    "trainer unknown": (lambda w: {**ALONE, "trainer": 3}, UNKNOWN.format("builtins.int")),
+    "trainer a class": (
+        lambda w: {**ALONE, "trainer": World},
+        "attach(trainer) was given the class World; give the object that trains: World(...)",
+    ),
+    "model in the trainer's place": (
+        lambda w: {**ALONE, "trainer": w.model},
+        "attach(trainer) was given a model (torch.nn.modules.linear.Linear); name the objects: "
+        f"{NAMED}",
+    ),
+    "trainer and its objects": (
+        lambda w: {"trainer": World},
+        "attach() was given a trainer and model=; give the trainer, which knows its objects, or "
+        "the objects without it",
+    ),
+    "webhook no address": (
+        lambda w: {"webhook": "hooks.example/x"},
+        "webhook must be an address like https://host/path that takes a POST of JSON, got one without https://; "
+        "leave it out for none",
+    ),
 }
 
 

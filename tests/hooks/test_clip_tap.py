@@ -21,12 +21,16 @@ class Listener:
     def __init__(self) -> None:
         self.heard: list[tuple[list[Tensor], list[Tensor], Tensor | None]] = []
         self.true_norms: list[list[float]] = []
+        self.scales: list[tuple[float, float]] = []
 
     def on_clip(
         self, parameters: Sequence[Tensor], grads: Sequence[Tensor], norms: Tensor | None
     ) -> None:
         self.heard.append((list(parameters), list(grads), norms))
         self.true_norms.append([float(g.to_dense().double().norm()) for g in grads])
+
+    def on_scale(self, max_norm: float, total_norm: Any) -> None:
+        self.scales.append((float(max_norm), float(total_norm)))
 
 
 @pytest.fixture
@@ -90,6 +94,9 @@ def test_the_norms_are_those_before_clipping_whoever_imported_the_name(
     assert norms is not None
     assert norms.tolist() == pytest.approx(truth, rel=1e-6)
     assert float(grads[0].norm()) < truth[0]
+    assert listener.scales == [
+        (pytest.approx(0.1), pytest.approx(sum(n * n for n in truth) ** 0.5))
+    ]
 
 
 def test_the_two_public_halves_of_the_clip_are_heard_too(listener: Listener) -> None:
