@@ -330,18 +330,24 @@ ATTACH: dict[str, Case] = {
     ),
     "model in the trainer's place": (
         lambda w: {**ALONE, "trainer": w.model},
-        "attach(trainer) was given a model (torch.nn.modules.linear.Linear); name the objects: "
-        f"{NAMED}",
+        (
+            "attach(trainer) was given a model (torch.nn.modules.linear.Linear); name the objects: "
+            f"{NAMED}"
+        ),
     ),
     "trainer and its objects": (
         lambda w: {"trainer": World},
-        "attach() was given a trainer and model=; give the trainer, which knows its objects, or "
-        "the objects without it",
+        (
+            "attach() was given a trainer and model=; give the trainer, which knows its objects, or "
+            "the objects without it"
+        ),
     ),
     "webhook no address": (
         lambda w: {"webhook": "hooks.example/x"},
-        "webhook must be an address like https://host/path that takes a POST of JSON, got one without https://; "
-        "leave it out for none",
+        (
+            "webhook must be an address like https://host/path that takes a POST of JSON, got one without https://; "
+            "leave it out for none"
+        ),
     ),
 }
 
