@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
 
 from sentinel.core.errors import ConfigError, ProtocolError
 from sentinel.sidecar.runs import RefusedError
@@ -65,11 +66,14 @@ class Door:
         most = min(most or self._settings.max_body_bytes, self._settings.max_body_bytes)
         chunks: list[bytes] = []
         size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > most:
-                raise RefusedError("malformed", f"a request may hold {most} bytes", 413)
-            chunks.append(chunk)
+        try:
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > most:
+                    raise RefusedError("malformed", f"a request may hold {most} bytes", 413)
+                chunks.append(chunk)
+        except ClientDisconnect:  # nobody reads the answer; no trouble of ours, and no traceback
+            raise RefusedError("malformed", "the request ended before its body", 400) from None
         return b"".join(chunks)
 
     def local(self, request: Request) -> bool:

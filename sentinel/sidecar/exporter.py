@@ -314,7 +314,7 @@ SOURCES: dict[str, Source] = {
     "decision_misses_total": lambda run, now: table(sorted(run.counts.misses.items())),
     "decision_mismatches_total": lambda run, now: one(run.counts.mismatches),
     "reports_dropped_total": lambda run, now: ((("buffer_full",), float(run.counts.dropped)),),
-    "report_holes": lambda run, now: one(run.seen.missing),
+    "report_holes": lambda run, now: one(None if run.unread else run.seen.missing),
     "second_writers_refused": lambda run, now: one(len(run.refused)),
     "reports_late_total": lambda run, now: one(run.late),
     "state_handovers_total": lambda run, now: one(run.handovers),

@@ -202,7 +202,7 @@ _RUN: Schema = {
 }
 _INCIDENT: Schema = {"name": "incident", "in": "path", "required": True, "schema": TEXT}
 _REFUSED = {
-    400: "The message is not sealed as it was sent.",
+    400: "The message is not sealed as it was sent, or ended early.",
     401: "A token is wanted.",
     403: "This token may not do that, or orders are not taken here.",
     404: "There is none of that name.",
@@ -293,7 +293,12 @@ def _paths() -> dict[str, dict[str, Schema]]:
         f"{runs}/steps": {
             "post": _operation(
                 "Report a step; the decision is in the answer",
-                table(("run", "decision"), run=TEXT, decision=ref("Decision")),
+                table(
+                    ("run", "decision", "recorded"),
+                    run=TEXT,
+                    decision=ref("Decision"),
+                    recorded=TRUTH,
+                ),
                 parameters=(_RUN,),
                 body=ref("Step"),
                 msgpack=True,

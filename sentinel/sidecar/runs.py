@@ -943,6 +943,11 @@ class Runs:
         )
         return decision
 
+    def newest_kept(self, name: str) -> bool:
+        """Whether a disk took the newest report of such a run."""
+        run = self.get(name)
+        return run.next_seq - 1 in run.seen
+
     def close_json(self, name: str, state: str, now: float) -> None:
         """Such a run is over.
 

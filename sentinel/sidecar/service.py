@@ -73,6 +73,15 @@ class Service:
             return self.watched.runs[name]
         return self.runs.get(name)
 
+    def refuse_watched(self, name: str) -> None:
+        """Raise RefusedError when the run is only watched: nobody would hear an order."""
+        if name not in self.runs.runs and name in self.watched.runs:
+            raise RefusedError(
+                "watched",
+                f"run {name!r} reports to no sidecar and is only watched here: it hears no orders; "
+                "to pause it, touch the file PAUSE in its directory",
+            )
+
     def all_runs(self) -> list[Run]:
         """Both kinds."""
         own = self.runs.runs

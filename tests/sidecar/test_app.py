@@ -509,6 +509,40 @@ class TestTrainers:
 class TestPeople:
     JSON = {"content-type": "application/json"}  # noqa: RUF012
 
+    def test_a_client_that_goes_away_in_its_body_is_no_error_of_ours(self) -> None:
+        async def test() -> None:
+            async with sidecar() as at:
+                sent: list[Any] = []
+                received = iter(
+                    [
+                        {"type": "http.request", "body": b"{", "more_body": True},
+                        {"type": "http.disconnect"},
+                    ]
+                )
+
+                async def receive() -> Any:
+                    return next(received)
+
+                async def send(message: Any) -> None:
+                    sent.append(message)
+
+                scope = {
+                    "type": "http",
+                    "method": "POST",
+                    "path": "/v1/runs/r/steps",
+                    "raw_path": b"/v1/runs/r/steps",
+                    "query_string": b"",
+                    "headers": [(b"host", b"t"), (b"content-type", b"application/json")],
+                    "client": ("127.0.0.1", 1),
+                    "http_version": "1.1",
+                    "scheme": "http",
+                    "root_path": "",
+                }
+                await at.app(scope, receive, send)
+                assert sent[0]["status"] == 400
+
+        run(test)
+
     def test_a_trainer_in_another_language_posts_json_and_obeys(self) -> None:
         async def test() -> None:
             async with sidecar() as at:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 from sqlalchemy import select
 
 from sentinel.core.types import Action, Outcome
+from sentinel.sidecar import exporter
+from sentinel.sidecar.app import create_app
 from sentinel.sidecar.runs import RefusedError, details
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
@@ -68,6 +72,10 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         "__init__",
         lambda self, *a, **k: real(self, *a, **(k | {"segment_bytes": 5_000})),
     )
+
+
+def metrics(service: Service) -> str:
+    return asyncio.run(exporter.render(service, "1")).decode()
 
 
 def die(service: Service) -> None:
@@ -389,6 +397,43 @@ def test_a_disk_that_fails_takes_no_late_reports_and_says_that_live_ones_are_not
     own, found = expected(reporter.trainer), reporter.curves()["series"]
     assert found["loss"]["step"] == own["step"]
     assert found["action"]["value"] == own["action"]
+
+
+def test_a_trainer_in_another_language_hears_that_no_disk_took_its_report(
+    tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = create_app(Settings(data_dir=tmp_path / "data"), clock=clock, timer=lambda: 0.0)
+    client = TestClient(app, base_url="http://localhost")
+    client.put("/v1/runs/js", json={})
+    real = records.Record.report
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    told = []
+    for step in range(4):
+        monkeypatch.setattr(records.Record, "report", full if step in (1, 2) else real)
+        told.append(client.post("/v1/runs/js/steps", json={"step": step, "loss": 2.0}).json())
+    assert [answer["recorded"] for answer in told] == [True, False, False, True]
+    assert [answer["decision"]["step"] for answer in told] == [0, 1, 2, 3]
+    app.state.service.close()
+
+
+def test_holes_are_not_said_before_anybody_looked(
+    start: Callable[..., Service], clock: FakeClock
+) -> None:
+    service = start()
+    reporter = Reporter(service, trainer())
+    reporter.register()
+    reporter.steps(5)
+    reporter.move(3)
+    reporter.steps(2)
+    assert 'sentinel_report_holes{run="r"} 3' in metrics(service)
+    die(service)
+    service = start()
+    assert "sentinel_report_holes{" not in metrics(service)
+    service.run("r")
+    assert 'sentinel_report_holes{run="r"} 3' in metrics(service)
 
 
 def test_two_sidecars_cannot_share_a_directory(start: Callable[..., Service]) -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import anyio
 import pytest
+from fastapi.testclient import TestClient
 
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
+from sentinel.sidecar.app import create_app
 from sentinel.sidecar.runs import details, summary
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
@@ -17,6 +19,8 @@ from sentinel.traces import ledger as ledgers
 from sentinel.traces.recorder import Recorder
 from tests.support import FakeClock
 from tests.support.simulated import Damage, NanGradient, SimulatedTrainer
+
+TOKEN = "watcher-0123456789"
 
 
 def embedded(folder: Path, name: str, steps: int = 300) -> tuple[SimulatedTrainer, Recorder]:
@@ -101,6 +105,25 @@ def test_a_watched_run_is_shown_like_one_that_reports(folder: Path, clock: FakeC
     assert details(service.run("r7"), clock.now)["step"] == 309
     recorder.close()
     service.close()
+
+
+def test_a_watched_run_takes_no_orders_and_says_what_to_do_instead(
+    folder: Path, clock: FakeClock
+) -> None:
+    _, recorder = embedded(folder, "r7")
+    app = create_app(Settings(watch=(folder,), token=TOKEN), clock=clock, timer=lambda: 0.0)
+    look(app.state.service)
+    client = TestClient(app, headers={"authorization": f"Bearer {TOKEN}"})
+    for path, body in (
+        ("/v1/runs/r7/commands", {"kind": "pause"}),
+        ("/v1/incidents/r7:1/ack", {}),
+        ("/v1/incidents/r7:1/silence", {"for_s": 60}),
+    ):
+        answer = client.post(path, json=body)
+        assert (answer.status_code, answer.json()["code"]) == (409, "watched"), path
+        assert "touch the file PAUSE" in answer.json()["detail"]
+    recorder.close()
+    app.state.service.close()
 
 
 def test_watching_writes_nothing_and_takes_no_lock(folder: Path, clock: FakeClock) -> None:

@@ -120,6 +120,7 @@ def router(service: Service) -> APIRouter:
                 told["target"] = command.target
             if command.kind is CommandKind.SCALE_LR:
                 told["value"] = command.value
+            service.refuse_watched(run)
             known = runs.get(run)
             old = known.orders.get(command.id)
             if old is not None:
@@ -144,6 +145,7 @@ def router(service: Service) -> APIRouter:
         async def serve(caller: Caller, body: bytes, told: dict[str, Any]) -> tuple[int, Any]:
             by = _by(read_json(_JsonAck, body or b"{}", "acknowledgement").by, caller)
             told |= {"incident": incident, "by": by}
+            service.refuse_watched(incident.rpartition(":")[0])
             found = await people.incident(incident)
             told |= {"incident": found.name, "run": found.run}
             what = await people.acknowledge(found, by)
@@ -162,6 +164,7 @@ def router(service: Service) -> APIRouter:
                 )
             by = _by(asked.by, caller)
             told |= {"incident": incident, "by": by, "for_s": asked.for_s}
+            service.refuse_watched(incident.rpartition(":")[0])
             found = await people.incident(incident)
             told |= {"incident": found.name, "run": found.run}
             until = service.now() + asked.for_s if asked.for_s else None

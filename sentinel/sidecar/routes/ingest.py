@@ -92,10 +92,8 @@ def router(service: Service) -> APIRouter:
                 outcome = _outcome(asked.outcome)
             events = tuple(_event(e) for e in asked.events)
             observation = codec.observation_from_json(bytes(asked.observation))
-            return 200, {
-                "run": run,
-                "decision": runs.step_json(run, observation, outcome, events, now()),
-            }
+            decision = runs.step_json(run, observation, outcome, events, now())
+            return 200, {"run": run, "decision": decision, "recorded": runs.newest_kept(run)}
 
         def of_trainer(message: Steps) -> Message:
             return runs.steps(message, now())
