@@ -215,6 +215,12 @@ def attach(
     )
     if apart:
         session.stand_aside(f"not all ranks are attached: {apart}")
+    elif together.world > 1 and group is None:
+        logger.error(
+            "the ranks cannot act together, this run is only observed run=%s why=%s",
+            session.run_id,
+            together.why,
+        )
     logger.info(
         "attached run=%s policy=%s mode=%s layers=%s optimizers=%s rank=%s ranks=%s",
         session.run_id,
@@ -418,7 +424,7 @@ def _begin_together(
     agreement = Agreement(group, Layout(len(table), *part_names(signals)))
     sharded = any(hasattr(p, "device_mesh") for m in target.models for p in m.parameters())
     return beginning, Council(
-        agreement, sidecar=hello.sidecar, store=meeting.store_of_this_meeting, sharded=sharded
+        agreement, sidecar=hello.sidecar, store=meeting.store_of_this_meeting(), sharded=sharded
     )
 
 

@@ -387,7 +387,7 @@ class Session:
             protection=protection,
             why=why,
             blind_spots=tuple(self._blind_spots()),
-            canary="off by policy" if canary is None else canary.availability(step),
+            canary=telling.canary(canary, step, off=bool(self._off or self._detached)),
             candidate=next((s.step for s in ledger.snapshots if not s.healthy), None),
             healthy=tuple(s.step for s in ledger.snapshots if s.healthy),
             snapshot_bytes=self._store.size_bytes,
@@ -454,6 +454,8 @@ class Session:
         self._saving.clear()
         self._running.clear()
         self._observer.used()
+        if self._council is not None:
+            self._guard.run("detach", self._council.say_leaving)
         self._close()
 
     # ---------------------------------------------------------------- forward
@@ -1176,7 +1178,10 @@ class Session:
         )
 
     def _forsaken(self) -> bool:
-        return self._steps > 0 and self._forwards > 4 * self._forwards_usual + 16
+        # Off, nobody counts steps: then forwards without one are no news.
+        usual = 4 * self._forwards_usual + 16
+        on = not (self._off or self._detached)
+        return on and self._steps > 0 and self._forwards > usual
 
     def _tell_blind_spots(self) -> None:
         """Each kind of blind spot is logged once: who never asks for the status shall know too."""

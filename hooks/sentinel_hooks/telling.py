@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sentinel.core.state import Ledger
 from sentinel.core.types import Decision, Mode, Protection
+from sentinel_hooks.canary import Canary
 from sentinel_hooks.ledger_file import Keeper
 from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.saving import Saving
@@ -35,6 +36,13 @@ def protection(
             "baselines are warming up; non-finite gradients and losses are already acted on"
         )
     return found, "every rule has its baseline"
+
+
+def canary(canary: Canary | None, step: int, *, off: bool) -> str:
+    """Whether it can be asked, or why not."""
+    if canary is None:
+        return "off by policy"
+    return "not asked: nothing is watched any more" if off else canary.availability(step)
 
 
 def of_the_loop(

@@ -913,3 +913,11 @@ def test_a_run_id_that_the_sidecar_takes_not_is_a_blind_spot(tmp_path: Path) -> 
     assert [s.way_out for s in spots] == [
         "use 1 to 128 letters, digits and ._:@+- that start with a letter or digit"
     ]
+
+
+def test_after_detach_the_canary_is_not_blamed_on_the_model(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    for _ in range(3):
+        loop.step()
+    loop.session.detach()
+    assert loop.session.status().canary == "not asked: nothing is watched any more"

@@ -36,13 +36,25 @@ def test_attaching_twice_is_refused_on_every_rank_and_harms_nobody(ranks: Ranks)
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_detached_on_one_rank_the_others_switch_off_and_say_so(ranks: Ranks, gone: int) -> None:
-    bare = run(ranks, "ddp", steps=20, attach="none")
-    report = run(ranks, "ddp", steps=20, moves={"8": f"detach:{gone}"})
+    bare = run(ranks, "ddp", steps=40, attach="none")
+    report = run(ranks, "ddp", steps=40, moves={"8": f"detach:{gone}"})
     assert hashes(report) == hashes(bare)
     assert "off" not in protection(report, 7)
     assert protection(report, 10) == {"off"}
     stayed = report.ranks[1 - gone].last("end")["status"]
-    assert "rank" in stayed["why"], stayed["why"]
+    assert stayed["why"] == f"rank {gone} has detached"
+    assert "blind spot" not in stayed["text"]  # nobody counts the forwards any more
+
+
+def test_ranks_that_ask_for_different_things_only_observe_and_each_log_says_why(
+    ranks: Ranks,
+) -> None:
+    report = run(ranks, "ddp", steps=10, odd={"1": {"mode": "observe"}}, nan={"5": 1})
+    for rank in report.ranks:
+        assert not judge.acted(rank)
+        assert rank.last("end")["status"]["protection"] == "off"
+        why = "why=rank 1 has another policy or mode than rank 0"
+        assert [line for line in rank.said("log") if why in line["text"]], rank.said("log")
 
 
 def test_detached_and_attached_again_it_acts_as_before(ranks: Ranks) -> None:

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 ANSWER_BYTES = 4096  # of a decision that the sidecar made differently
 _OWN, _AGREED, _OTHER = 0, 1, 2
 _BATCH_ID = 200  # characters of it that travel
+_LEFT = "left"  # in the store: the rank that detached
 
 
 class Note(msgspec.Struct, omit_defaults=True):
@@ -296,6 +297,15 @@ class Council:
 
     # ---------------------------------------------------------------- losing each other
 
+    def say_leaving(self) -> None:
+        """This rank detaches: a note, before close(), for the others, whose reduce will fail."""
+        if self.off or self._store is None:
+            return
+        try:
+            self._store().set(_LEFT, str(self.rank))
+        except Exception as error:  # noqa: BLE001  the store may be gone with rank 0
+            logger.debug("the other ranks could not be told: %s", error)
+
     def close(self) -> None:
         """This rank leaves: the others notice at their next step."""
         self._agreement.group.close("this rank has detached")
@@ -347,8 +357,22 @@ class Council:
         self._heard.append(heard)
 
     def _lose(self, error: LostError) -> None:
-        self._stop(f"the ranks have lost each other ({error})")
+        gone = self._who_left()
+        self._stop(
+            f"rank {gone} has detached" if gone else f"the ranks have lost each other ({error})"
+        )
         self._wonder()
+
+    def _who_left(self) -> str:
+        """A rank that has detached, as it says itself; "" where none does."""
+        if self._store is None:
+            return ""
+        try:
+            store = self._store()
+            return bytes(store.get(_LEFT)).decode() if store.check([_LEFT]) else ""
+        except Exception as error:  # noqa: BLE001  the store may be gone with rank 0
+            logger.debug("why they are lost cannot be read: %s", error)
+            return ""
 
     def _wonder(self) -> None:
         if self._store is not None:

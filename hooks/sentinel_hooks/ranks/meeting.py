@@ -149,15 +149,17 @@ def decline(why: str) -> None:
         logger.warning("the other ranks could not be told: %s", error)
 
 
-def store_of_this_meeting() -> Any:
-    """Where ranks of the last meeting leave notes for each other without a group."""
-    return _store()
+def store_of_this_meeting() -> Callable[[], Any]:
+    """Where ranks of the last meeting leave notes for each other without a group, also later."""
+    held = _held
+    return lambda: _store(held)
 
 
-def _store() -> Any:
+def _store(held: int | None = None) -> Any:
     from torch.distributed import distributed_c10d as c10d
 
-    return c10d.PrefixStore(f"{PREFIX}/{_held}", c10d._get_default_store())
+    number = _held if held is None else held
+    return c10d.PrefixStore(f"{PREFIX}/{number}", c10d._get_default_store())
 
 
 def _named(store: Any, name: str) -> Any:
@@ -188,7 +190,7 @@ def _gather(
             missing = [r for r in range(world) if not store.check([f"paper/{r}"])]
             verdict = _settle(
                 store,
-                f"{STOP}ranks {_listed(missing)} of {world} did not call attach() within "
+                f"{STOP}{_listed(missing)} of {world} did not call attach() within "
                 f"{patience_s:g} s; call it on every rank, at the same place",
             )
             break
@@ -199,8 +201,17 @@ def _gather(
 
 
 def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(str(r) for r in ranks[:8])
+    shown = "rank" if len(ranks) == 1 else "ranks"
+    shown += f" {', '.join(str(r) for r in ranks[:8])}"
     return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
+
+
+_DIFFERENT = {
+    "layers": "other layers",
+    "optimizers": "another number of optimizers",
+    "policy": "another policy or mode",
+    "signals": "other signals",
+}
 
 
 def _difference(papers: list[Paper]) -> str:
@@ -210,8 +221,9 @@ def _difference(papers: list[Paper]) -> str:
             "norms cannot be added up: parameters are sharded without DTensor ("
             "FullyShardedDataParallel; use fully_shard)"
         )
-    for name in ("layers", "optimizers", "policy", "signals"):
+    for name, words in _DIFFERENT.items():
         odd = [r for r, p in enumerate(papers) if getattr(p, name) != getattr(first, name)]
         if odd:
-            return f"ranks {_listed(odd)} have other {name} than rank 0"
+            verb = "has" if len(odd) == 1 else "have"
+            return f"{_listed(odd)} {verb} {words} than rank 0"
     return ""

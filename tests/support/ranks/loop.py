@@ -21,6 +21,7 @@ import collections
 import contextlib
 import datetime as dt
 import hashlib
+import logging
 import math
 import os
 import time
@@ -84,6 +85,7 @@ class Setup:
             resume: it starts from the newest that every rank has. shift: added to the seed of the
             batches, so that a resumed run is not the same one again.
         count: say how many collectives of ProcessGroupGloo objects Python code has asked for.
+        odd: {rank: options} of attach() on that rank alone; errors that are logged are said.
         script: {step: {"held", "rate", "restored"}}: done by hand, as another run's books say.
     """
 
@@ -112,6 +114,7 @@ class Setup:
     dump: list[int] = field(default_factory=list)
     script: dict[str, dict[str, Any]] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    odd: dict[str, dict[str, Any]] = field(default_factory=dict)
     snapshots: dict[str, Any] = field(default_factory=dict)
     save: bool = False
     moves: dict[str, str] = field(default_factory=dict)
@@ -417,6 +420,17 @@ def train(me: Rank) -> int:
     return 0
 
 
+class _Saying(logging.Handler):
+    """What is logged as an error is said."""
+
+    def __init__(self, me: Rank) -> None:
+        super().__init__(logging.ERROR)
+        self.me = me
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.me.say("log", text=record.getMessage())
+
+
 def attach(me: Rank, world: World) -> Any:
     """Attach as a user would; the places are instrumented first."""
     import sentinel_hooks
@@ -429,6 +443,8 @@ def attach(me: Rank, world: World) -> Any:
         places.instrument(me)
     if setup.survey:
         me.passed = []
+    if setup.odd:
+        logging.getLogger("sentinel_hooks").addHandler(_Saying(me))
     rules = setup.rules + f'[canary]\nmode = "{"on" if setup.canary else "off"}"\n'
     return sentinel_hooks.attach(
         model=world.forward,
@@ -436,7 +452,12 @@ def attach(me: Rank, world: World) -> Any:
         lr_scheduler=world.schedule,
         policy=Policy.parse(rules, "ranks"),
         snapshots=Snapshots(**setup.snapshots),
-        **{"sidecar": None, "run_dir": "runs", **setup.options},
+        **{
+            "sidecar": None,
+            "run_dir": "runs",
+            **setup.options,
+            **setup.odd.get(str(me.number), {}),
+        },
     )
 
 
