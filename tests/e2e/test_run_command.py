@@ -162,6 +162,27 @@ def test_a_script_with_step_hooks_of_its_own_is_watched_and_not_broken_off(tmp_p
     assert "attached to Linear (5 parameters); SGD" in done.stderr
 
 
+def test_a_compiled_optimizer_step_is_watched_too(tmp_path: Path) -> None:
+    """Seen red: dynamo went into attach() itself, which then failed."""
+    script = tmp_path / "compiled.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "step = torch.compile(optimizer.step, backend='eager')\n"
+        "for i in range(4):\n"
+        "    optimizer.zero_grad()\n"
+        "    (model(torch.ones(2, 4)).sum() * (float('nan') if i == 2 else 1)).backward()\n"
+        "    step()\n"
+        "print(bool(torch.isfinite(model.weight).all()))\n"
+    )
+    done = call(
+        [*sentinel_run("--attach", "--no-sidecar"), "--", sys.executable, str(script)], tmp_path
+    )
+    assert done.stdout == "True\n"
+    assert "attached to Linear (5 parameters); SGD" in done.stderr
+
+
 def test_the_exit_status_is_the_commands_and_its_own_sitecustomize_still_runs(
     tmp_path: Path,
 ) -> None:
