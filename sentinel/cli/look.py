@@ -57,6 +57,8 @@ def list_runs(options: argparse.Namespace) -> int:
         data = sidecar.get("/v1/runs")
     if options.json:
         return _print_json(data)
+    if data.get("trouble"):
+        print(f"! the sidecar's record is in trouble, runs may be missing: {text(data['trouble'])}")
     if not data["runs"]:
         print("no runs")
         return 0

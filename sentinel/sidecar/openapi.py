@@ -277,7 +277,10 @@ def _paths() -> dict[str, dict[str, Schema]]:
     sealed_only: Schema = {"type": "object", "description": "Only msgpack is taken here."}
     return {
         "/v1/runs": {
-            "get": _operation("All runs", table(("runs",), runs=listed(ref("Summary")))),
+            "get": _operation(
+                "All runs, and what is wrong with the record",
+                table(("runs", "trouble"), runs=listed(ref("Summary")), trouble=TEXT),
+            ),
         },
         runs: {
             "put": _operation(

@@ -109,8 +109,13 @@ def trainer(served: tuple[str, str]) -> Iterator[JsonTrainer]:
     found.client.close()
 
 
-def test_no_runs_is_said(say: Any, tmp_path: Path) -> None:
-    app = create_app(Settings(), clock=time.time, timer=time.perf_counter)
+@pytest.mark.parametrize("broken", [False, True])
+def test_no_runs_is_said_and_whether_that_can_be_believed(
+    say: Any, tmp_path: Path, broken: bool
+) -> None:
+    if broken:
+        (tmp_path / "sentinel.db").write_bytes(b"no database" * 1000)
+    app = create_app(Settings(data_dir=tmp_path), clock=time.time, timer=time.perf_counter)
     with bind_uds(str(tmp_path / "e.sock")) as sock:
         sock.listen(8)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None))
@@ -118,9 +123,15 @@ def test_no_runs_is_said(say: Any, tmp_path: Path) -> None:
         thread.start()
         while not server.started:
             time.sleep(0.02)
-        assert say("runs", "--sidecar", f"unix://{tmp_path / 'e.sock'}") == (0, "no runs\n", "")
+        here = ("--sidecar", f"unix://{tmp_path / 'e.sock'}")
+        status, out, err = say("runs", *here)
+        _, audit, _ = say("audit", *here)
         server.should_exit = True
         thread.join(20)
+    assert (status, err) == (0, "")
+    assert out.endswith("no runs\n")
+    assert ("runs may be missing: " in out and "is not a database" in out) == broken
+    assert ("the database fails" in audit) == broken
 
 
 class TestLooking:

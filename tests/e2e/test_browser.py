@@ -400,3 +400,28 @@ def test_a_run_of_a_million_steps_opens_at_once(browser: Any, tmp_path: Path) ->
         for url in asked:
             assert 0 < int(url.split("points=")[1].split("&")[0]) <= 1500
         assert seen.problems() == []
+
+
+def test_what_the_record_lacks_and_what_a_halted_run_needs_is_said_and_nothing_else(
+    finished: ServeProcess, browser: Any
+) -> None:
+    with opened(browser, finished.url) as seen:
+
+        def troubled(route: Any) -> None:
+            answer = route.fetch()
+            route.fulfill(response=answer, json=answer.json() | {"trouble": "no space left"})
+
+        def halted(route: Any) -> None:
+            answer = route.fetch()
+            told = answer.json()
+            told["ledger"] |= {"stopped": True}
+            route.fulfill(response=answer, json=told | {"state": "halted"})
+
+        seen.page.route("**/v1/runs", troubled)
+        seen.page.route("**/v1/runs/faults", halted)
+        enter(seen, finished.url)
+        seen.page.get_by_text("runs may be missing: no space left").wait_for()
+        go(seen, "faults")
+        seen.page.get_by_text("The run was halted.").wait_for()
+        assert "training goes on" not in seen.page.locator("main").inner_text()
+        assert seen.problems() == []

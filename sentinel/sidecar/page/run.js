@@ -107,7 +107,7 @@ export class RunView {
     else if (live && run.protection) notes.push([run.protection === "blind" ? "bad" : "", `Protection: ${PROTECTION_MEANS[run.protection] ?? run.protection}.`]);
     if (run.step === null && run.state === "running") notes.push(["", "The trainer has registered and not reported a step yet."]);
     if (!run.decides) notes.push(["warn", `This sidecar only records the run: ${run.reason}`]);
-    if (ledger.stopped) notes.push(["bad", "The rollback budget is spent: training goes on, only non-finite steps and extreme norms are still skipped. A person is needed; “Resume” refills the budget."]);
+    if (live && ledger.stopped) notes.push(["bad", "The rollback budget is spent: training goes on, only non-finite steps and extreme norms are still skipped. A person is needed; “Resume” refills the budget."]);
     if (run.state === "lost") notes.push(["bad", "The trainer has been silent for too long. Look at the process: it may hang, be killed, or have lost its network."]);
     if (run.state === "halted") notes.push(["bad", `The run was halted. Clear it with: sentinel resume ${this.name}`]);
     if (run.second_writers_refused?.length) notes.push(["warn", `A second process tried to write this run (${run.second_writers_refused.length} times) and was refused.`]);

@@ -11,14 +11,16 @@ export class RunsView {
   constructor() {
     this.title = "Runs";
     this.events = "/v1/events";
+    this.notes = h("div", {});
     this.body = h("div", {});
-    this.element = h("div", {}, h("div", { class: "head" }, h("h1", {}, "Runs")), this.body);
+    this.element = h("div", {}, h("div", { class: "head" }, h("h1", {}, "Runs")), this.notes, this.body);
   }
 
   touches() { return ["runs"]; }
 
   async load() {
-    const { runs } = await ask("/v1/runs");
+    const { runs, trouble } = await ask("/v1/runs");
+    replace(this.notes, trouble ? h("p", { class: "note bad" }, `The sidecar's record is in trouble, runs may be missing: ${trouble}`) : null);
     const now = Date.now();
     if (!runs.length) {
       replace(this.body, h("section", { class: "plain" },

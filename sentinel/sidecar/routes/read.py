@@ -50,7 +50,8 @@ def router(service: Service) -> APIRouter:
     @routes.get("/v1/runs")
     async def list_runs(request: Request) -> Response:
         def serve(_: bytes) -> tuple[int, Any]:
-            return 200, {"runs": [summary(run, service.now()) for run in service.all_runs()]}
+            runs = [summary(run, service.now()) for run in service.all_runs()]
+            return 200, {"runs": runs, "trouble": service.store.trouble}
 
         return await door.for_people(request, serve)
 
