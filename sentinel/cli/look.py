@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -94,6 +95,7 @@ def status(options: argparse.Namespace) -> int:
         if options.json:
             return _print_json(run)
         run["incidents"] = _incidents(sidecar, run)
+        run["targets"] = _targets(sidecar, run["run"], run["incidents"])
     print("\n".join(_status(run)))
     return 0
 
@@ -105,9 +107,12 @@ def list_incidents(options: argparse.Namespace) -> int:
             [options.name] if options.name else [r["run"] for r in sidecar.get("/v1/runs")["runs"]]
         )
         found: list[tuple[str, Any, list[str]]] = []
+        targets: dict[str, dict[int, int]] = {}
         for name in names:
             run = sidecar.run(name)
-            for incident in _incidents(sidecar, run):
+            incidents = _incidents(sidecar, run)
+            targets[name] = _targets(sidecar, name, incidents)
+            for incident in incidents:
                 if options.all or incident["state"] != "resolved":
                     found.append((name, incident, run["layers"]))
     if options.json:
@@ -120,7 +125,7 @@ def list_incidents(options: argparse.Namespace) -> int:
         )
         return 0
     for name, incident, layers in found:
-        print("\n".join(words.incident_lines(incident, layers, run=name)))
+        print("\n".join(words.incident_lines(incident, layers, name, targets[name])))
     return 0
 
 
@@ -171,6 +176,21 @@ def _incidents(sidecar: Remote, run: dict[str, Any]) -> list[dict[str, Any]]:
     for incident in found.values():
         incident["silenced"] = (incident.get("silenced_until") or 0.0) > now
     return sorted(found.values(), key=lambda i: (i["opened"], i["number"]))
+
+
+def _targets(sidecar: Remote, run: str, incidents: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """Where rollbacks went to, by the step at which they were done; {} when that is not known."""
+    if not any(deed[1] == "rollback" for i in incidents for deed in i.get("actions") or ()):
+        return {}
+    try:
+        done = sidecar.get(run_path(run, "/decisions"))["decisions"]
+    except RemoteError:
+        return {}
+    return {
+        one["step"]: one["target"]
+        for one in reversed(done)
+        if one["action"] == "rollback" and one["target"] is not None
+    }
 
 
 def _protection(run: dict[str, Any]) -> str:
@@ -244,7 +264,8 @@ def _status(run: dict[str, Any]) -> list[str]:
     if open_:
         lines.append("open incidents:")
         for incident in open_:
-            lines += [f"  {x}" for x in words.incident_lines(incident, run["layers"], run["run"])]
+            told = words.incident_lines(incident, run["layers"], run["run"], run["targets"])
+            lines += [f"  {x}" for x in told]
     else:
         over = len(incidents)
         lines.append(

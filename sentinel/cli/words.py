@@ -7,7 +7,7 @@ incident_lines(incident, names)                one incident: what it is, what wa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 DASH = "-"
@@ -24,6 +24,7 @@ _RULES = {
     "command": "a person ordered it",
     "trainer": "the trainer decided it",
 }
+_NONE: Mapping[int, int] = {}
 _DONE = {"skip_step": "skipped", "rollback": "rolled back at", "halt": "halted at"}
 
 ORDERS = {
@@ -86,8 +87,12 @@ def because(rule: str) -> str:
     return _RULES.get(rule, f"rule {text(rule)}" if rule else "no rule is given")
 
 
-def deeds(actions: Sequence[Sequence[Any]]) -> list[str]:
-    """[[step, action, rule], ...] as sentences; skips in a row are told together."""
+def deeds(actions: Sequence[Sequence[Any]], targets: Mapping[int, int] = _NONE) -> list[str]:
+    """[[step, action, rule], ...] as sentences; skips in a row are told together.
+
+    Args:
+        targets: where rollbacks went to, by the step at which they were done.
+    """
     groups: list[tuple[str, str, list[int]]] = []
     for at, action, rule in actions:
         if groups and groups[-1][:2] == (action, rule) and action.endswith("skip_step"):
@@ -105,11 +110,18 @@ def deeds(actions: Sequence[Sequence[Any]]) -> list[str]:
             whole = at[-1] - at[0] + 1 == len(at)
             span = f"{steps(at[0])} to {steps(at[-1])}"
             where = f"steps {span}" if whole else f"{len(at)} of the steps {span}"
+        if action == "rollback" and at[0] in targets:
+            where += f" to step {steps(targets[at[0]])}"
         lines.append(f"{verb} {where}: {because(rule)}")
     return lines
 
 
-def incident_lines(incident: dict[str, Any], names: Sequence[str] = (), run: str = "") -> list[str]:
+def incident_lines(
+    incident: dict[str, Any],
+    names: Sequence[str] = (),
+    run: str = "",
+    targets: Mapping[int, int] = _NONE,
+) -> list[str]:
     """One incident, as some lines; `run` puts the name that `sentinel ack` takes in front."""
     number_ = incident["number"]
     span = f"step {steps(incident['opened'])}"
@@ -132,7 +144,7 @@ def incident_lines(incident: dict[str, Any], names: Sequence[str] = (), run: str
     if layers:
         more = f" and {len(layers) - 6} more" if len(layers) > 6 else ""
         lines.append(f"    layers: {', '.join(map(text, layers[:6]))}{more}")
-    done = deeds(incident.get("actions") or ())
+    done = deeds(incident.get("actions") or (), targets)
     if len(done) > 8:
         lines.append(f"    ... {len(done) - 8} earlier actions")
     return lines + [f"    {line}" for line in done[-8:]]

@@ -357,3 +357,16 @@ def test_an_ended_run_whose_step_is_not_known_is_not_said_to_be_about_to_start()
     run["state"] = "running"
     assert look._last_report(run) == "none yet"
     assert "not reported a step yet" in look._alarms(run, {}, False)[0]
+
+
+def test_an_incident_says_where_its_rollback_went_to(served: tuple[str, str], say: Any) -> None:
+    trainer = JsonTrainer(served[0], "back")
+    trainer.step(events=[{"kind": "snapshot_taken", "step": 0}])
+    for _ in range(40):
+        trainer.step()
+    say("command", "back", "rollback", "--yes", "--wait", "0", "--sidecar", served[0])
+    assert trainer.step() == "rollback"
+    trainer.step()
+    _, out, _ = say("incidents", "back", "--all", "--sidecar", served[0])
+    assert "rolled back at step 41 to step 0: a person ordered it" in out
+    trainer.client.close()

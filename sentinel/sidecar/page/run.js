@@ -30,6 +30,8 @@ export class RunView {
     this.spots = {};
     this.seriesAt = this.mapsAt = 0;
     this.told = new Map();
+    this.targets = new Map();
+    this.asked = 0;
     const place = (what, options = {}) => (this.spots[what] = h("div", options));
 
     this.loss = new LineChart({ title: "Loss", format: (v) => shown(v), empty: "no step has reported a loss yet" });
@@ -75,6 +77,7 @@ export class RunView {
     ]);
     this.about = about;
     this.incidents = merged(about.ledger?.incidents ?? [], told?.incidents ?? []);
+    await this.#whereTo();
     this.loaded = Date.now();
     if (this.left) return;
     this.#facts();
@@ -92,6 +95,19 @@ export class RunView {
       this.mapsAt = this.loaded;
       for (const one of this.maps) await this.#map(one);
     }
+  }
+
+  // Where rollbacks went to: asked for when there is one of which it is not known.
+  async #whereTo() {
+    const at = this.incidents.flatMap((i) => (i.actions ?? []).filter(([, action]) => action === "rollback").map(([step]) => step));
+    if (at.every((step) => this.targets.has(step))) return;
+    const told = await ask(runPath(this.name, "/decisions")).catch(() => null);
+    for (const one of told?.decisions ?? []) {
+      if (one.action === "rollback" && !this.targets.get(one.step)) this.targets.set(one.step, one.target);
+    }
+    // The database is a moment behind: asked a few times, then no more.
+    this.asked += 1;
+    if (this.asked % 5 === 0) for (const step of at) if (!this.targets.has(step)) this.targets.set(step, null);
   }
 
   // ---- how it is ------------------------------------------------------------------------
@@ -237,7 +253,7 @@ export class RunView {
     replace(list, h("ul", { class: "list" }, shownOnes.map((i) => {
       const open = i.state !== "resolved";
       const id = `${this.name}:${i.number}`;
-      const done = deeds(i.actions);
+      const done = deeds(i.actions, this.targets);
       const layers = (i.layers ?? []).map((l) => names[l] ?? `layer ${l}`);
       const silenced = i.silenced_until && i.silenced_until * 1000 > Date.now();
       return h("li", { class: open ? "open" : null, "data-key": `incident-${i.number}-${i.opened}` },

@@ -103,7 +103,8 @@ export const ADVICE = {
 const DONE = { skip_step: "skipped", rollback: "rolled back", halt: "halted" };
 
 // [[step, action, rule], ...] as sentences; equal neighbours are told together.
-export function deeds(actions) {
+// `targets` says where rollbacks went to, by the step at which they were done.
+export function deeds(actions, targets = new Map()) {
   const groups = [];
   for (const [at, action, rule] of actions ?? []) {
     const last = groups[groups.length - 1];
@@ -122,7 +123,7 @@ export function deeds(actions) {
       const verb = { skip_step: "skipped", rollback: "rolled back at", halt: "halted at" }[name] ?? name;
       return `only observing, would have ${verb} ${where}: ${because(rule)}`;
     }
-    const verb = name === "skip_step" ? `${DONE[name]} ${where}` : `${DONE[name] ?? name} at ${where}`;
+    const verb = name === "skip_step" ? `${DONE[name]} ${where}` : `${DONE[name] ?? name} at ${where}${name === "rollback" && Number.isInteger(targets.get(from)) ? ` to step ${step(targets.get(from))}` : ""}`;
     return `${verb}: ${because(rule)}`;
   });
 }
