@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 VARIABLE = "SENTINEL_ATTACH"
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def is_made_up(optimizer: torch.optim.Optimizer) -> bool:
     """No step of a training: torch.distributed.checkpoint steps with lr 0 to make state."""
     return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
 
 
-@torch.compiler.disable  # where the script compiles optimizer.step, this is called inside it
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def first_step(optimizer: torch.optim.Optimizer) -> None:
-    """Attach to what this step belongs to."""
+    """Attach to what this step belongs to; where step() is compiled, dynamo stays outside."""
     with torch.no_grad():
         _attach(optimizer)
 
