@@ -94,6 +94,10 @@ DORMANT = 16
 PAUSE_FILE = "PAUSE"  # in run_dir or the run's own directory: automation is paused while it exists
 LOOK_EVERY = 64  # steps, or forwards without one, between two looks for blind spots to log
 PAUSE_EVERY = 8  # steps between two looks for it
+_UNEVEN = (
+    "join() lets ranks have unequal numbers of batches, and a rank that is through decides no more; "
+    "give all ranks the same number of batches instead"
+)
 # What may fail again and again without the protection being gone.
 TOLERATED = frozenset(
     {"self-check", "measure", "backward", "clip", "canary", "snapshot", "link", "detach", "ledger"}
@@ -252,6 +256,8 @@ class Session:
         self._stepped = [0] * len(target.optimizers)  # ... and when each did last
         self._gates_since_update = 0
         self._late_skips = 0
+        # Models whose ranks may have unequal numbers of batches.
+        self._joinable: list[Any] = [] if council is None else _ddp_in(target)
         self._told: set[str] = set()  # kinds of blind spot that were logged
         self._each = False  # members of the open step may be non-finite one by one
         # The safe point.
@@ -473,6 +479,9 @@ class Session:
         if not self._awake() or torch._C._current_graph_task_id() != -1:
             self._look_after_loss()
             return  # the second: recomputed inside a backward pass
+        if self._joinable and any(m._join_config.enable for m in self._joinable):
+            self._disband(_UNEVEN)
+            return
         self._forwards += 1
         if self._forwards % LOOK_EVERY == 0:
             self._guard.run("status", self._tell_blind_spots)
@@ -837,6 +846,13 @@ class Session:
             step,
             why,
         )
+
+    def _disband(self, why: str) -> None:
+        """What every rank finds out for itself at this point of the step."""
+        if self._council is not None:
+            self._guard.run("settle", self._settle)
+            self._council.disband(why)
+            self._switch_off(why)
 
     def _tell_off(self) -> None:
         if self._outlets is not None:
@@ -1257,6 +1273,11 @@ def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if isinstance(value, Tensor):
             return int(value.shape[0]) if value.dim() else 1
     return -1
+
+
+def _ddp_in(target: Target) -> list[Any]:
+    ddp = nn.parallel.DistributedDataParallel
+    return [m for model in target.models for m in model.modules() if isinstance(m, ddp)]
 
 
 def _has_no_rate(optimizer: torch.optim.Optimizer) -> bool:

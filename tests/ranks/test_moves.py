@@ -46,6 +46,22 @@ def test_detached_on_one_rank_the_others_switch_off_and_say_so(ranks: Ranks, gon
     assert "blind spot" not in stayed["text"]  # nobody counts the forwards any more
 
 
+def test_ranks_with_unequal_batches_are_let_alone_and_the_run_ends_as_without_us(
+    ranks: Ranks,
+) -> None:
+    """Seen red: a rank that still had batches waited for one that had none, until both failed."""
+    ends = []
+    for attach in ("none", "all"):
+        args = {"world": "ddp", "attach": attach, "timeout_s": 6.0, "steps": 12, "uneven": 4}
+        report = ranks.run(LOOP, 2, args=args)
+        report.ended_well()
+        judge.groups_work(report)
+        ends.append([r.last("end")["hash"] for r in report.ranks])
+    assert ends[0] == ends[1]
+    for rank in report.ranks:
+        assert "unequal numbers of batches" in rank.last("end")["status"]["why"]
+
+
 def test_ranks_that_ask_for_different_things_only_observe_and_each_log_says_why(
     ranks: Ranks,
 ) -> None:

@@ -310,6 +310,10 @@ class Council:
         """This rank leaves: the others notice at their next step."""
         self._agreement.group.close("this rank has detached")
 
+    def disband(self, why: str) -> None:
+        """All ranks stop at the same point, each by itself: nobody waits, nobody has parted."""
+        self._stop(why)
+
     def leave(self, why: str) -> None:
         """This rank cannot go on: the others must not wait for it."""
         self._stop(why)

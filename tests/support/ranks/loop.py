@@ -86,6 +86,7 @@ class Setup:
             batches, so that a resumed run is not the same one again.
         count: say how many collectives of ProcessGroupGloo objects Python code has asked for.
         odd: {rank: options} of attach() on that rank alone; errors that are logged are said.
+        uneven: steps that all but rank 0 have fewer, under DDP's join().
         script: {step: {"held", "rate", "restored"}}: done by hand, as another run's books say.
     """
 
@@ -115,6 +116,7 @@ class Setup:
     script: dict[str, dict[str, Any]] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     odd: dict[str, dict[str, Any]] = field(default_factory=dict)
+    uneven: int = 0
     snapshots: dict[str, Any] = field(default_factory=dict)
     save: bool = False
     moves: dict[str, str] = field(default_factory=dict)
@@ -403,16 +405,18 @@ def train(me: Rank) -> int:
     books.watch()
     hand = Hand(world)
     ended = "done"
+    uneven = setup.uneven and isinstance(world.forward, DistributedDataParallel)
     try:
-        for t in range(start, setup.steps):
-            if setup.keep_every and t % setup.keep_every == 0:
-                keep(me, world, t)
-            session = move(me, world, session, setup.moves.get(str(t), ""))
-            if counted is not None:
-                counted.clear()
-            step(me, world, books, hand, session, t)
-            if counted is not None:
-                me.say("collectives", t=t, **counted)
+        with world.forward.join() if uneven else contextlib.nullcontext():
+            for t in range(start, setup.steps - (setup.uneven if me.number else 0)):
+                if setup.keep_every and t % setup.keep_every == 0:
+                    keep(me, world, t)
+                session = move(me, world, session, setup.moves.get(str(t), ""))
+                if counted is not None:
+                    counted.clear()
+                step(me, world, books, hand, session, t)
+                if counted is not None:
+                    me.say("collectives", t=t, **counted)
     except RuntimeError as error:
         # The user's own collectives fail when a rank is gone: that is not ours to prevent.
         ended = f"{type(error).__name__}: {error}".splitlines()[0][:300]
