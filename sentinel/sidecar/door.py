@@ -15,6 +15,7 @@ Errors:  a request that cannot be served gets a Refused message or {"code", "det
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
 import logging
@@ -34,6 +35,8 @@ from sentinel.wire import codec, messages
 from sentinel.wire.messages import Message, Refused
 
 logger = logging.getLogger(__name__)
+
+BODY_S = 60.0  # a whole body must have come by then
 
 # For each address, of those who look and order; trainers are not counted. A page that is open asks
 # about twice a second, and many may sit behind one proxy.
@@ -67,11 +70,14 @@ class Door:
         chunks: list[bytes] = []
         size = 0
         try:
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > most:
-                    raise RefusedError("malformed", f"a request may hold {most} bytes", 413)
-                chunks.append(chunk)
+            async with asyncio.timeout(BODY_S):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > most:
+                        raise RefusedError("malformed", f"a request may hold {most} bytes", 413)
+                    chunks.append(chunk)
+        except TimeoutError:  # what has come would be held for as long as the client likes
+            raise RefusedError("malformed", f"the body took more than {BODY_S:g} s", 408) from None
         except ClientDisconnect:  # nobody reads the answer; no trouble of ours, and no traceback
             raise RefusedError("malformed", "the request ended before its body", 400) from None
         return b"".join(chunks)

@@ -206,6 +206,7 @@ _REFUSED = {
     401: "A token is wanted.",
     403: "This token may not do that, or orders are not taken here.",
     404: "There is none of that name.",
+    408: "The body came too slowly.",
     409: "Another process writes this run, or the same id meant something else.",
     413: "The body is too large.",
     415: "The content type is neither JSON nor msgpack.",

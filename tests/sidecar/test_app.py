@@ -25,6 +25,7 @@ from sentinel.core.events import SnapshotTaken
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
 from sentinel.core.types import Action, Observation, Outcome, Source
+from sentinel.sidecar import door
 from sentinel.sidecar.app import create_app
 from sentinel.sidecar.direct import Direct
 from sentinel.sidecar.exporter import (
@@ -509,19 +510,23 @@ class TestTrainers:
 class TestPeople:
     JSON = {"content-type": "application/json"}  # noqa: RUF012
 
-    def test_a_client_that_goes_away_in_its_body_is_no_error_of_ours(self) -> None:
+    @pytest.mark.parametrize(("then", "status"), [("gone", 400), ("silent", 408)])
+    def test_a_body_that_never_ends_is_no_error_of_ours(
+        self, monkeypatch: pytest.MonkeyPatch, then: str, status: int
+    ) -> None:
+        monkeypatch.setattr(door, "BODY_S", 0.05)
+
         async def test() -> None:
             async with sidecar() as at:
                 sent: list[Any] = []
-                received = iter(
-                    [
-                        {"type": "http.request", "body": b"{", "more_body": True},
-                        {"type": "http.disconnect"},
-                    ]
-                )
+                waiting = [{"type": "http.request", "body": b"{", "more_body": True}]
 
                 async def receive() -> Any:
-                    return next(received)
+                    if waiting:
+                        return waiting.pop()
+                    if then == "silent":
+                        await anyio.sleep(10.0)
+                    return {"type": "http.disconnect"}
 
                 async def send(message: Any) -> None:
                     sent.append(message)
@@ -539,7 +544,7 @@ class TestPeople:
                     "root_path": "",
                 }
                 await at.app(scope, receive, send)
-                assert sent[0]["status"] == 400
+                assert sent[0]["status"] == status
 
         run(test)
 
