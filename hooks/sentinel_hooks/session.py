@@ -95,7 +95,7 @@ PAUSE_FILE = "PAUSE"  # in run_dir or the run's own directory: automation is pau
 LOOK_EVERY = 64  # steps, or forwards without one, between two looks for blind spots to log
 PAUSE_EVERY = 8  # steps between two looks for it
 _UNEVEN = (
-    "join() lets ranks have unequal numbers of batches, and a rank that is through decides no more; "
+    "join() lets ranks have unequal numbers of batches, and one that is through decides no more; "
     "give all ranks the same number of batches instead"
 )
 # What may fail again and again without the protection being gone.
