@@ -84,6 +84,7 @@ from sentinel.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
+SHOWN_AT_ONCE = 32  # lost and halted runs whose last step is read at the start: 20 ms each
 RECENT = 256  # rows of the newest steps, for people; the series are on disk
 COMMAND_TTL_S = 600.0
 CADENCES = 10.0  # a run is lost after so many of its own usual intervals, if that is longer
@@ -279,9 +280,12 @@ class Runs:
             place = self._store.run_directory(name)
             run.seen = reports_on_disk(place, run.incarnation)
             if run.earlier is None:  # ended ones are many: not read before somebody asks
-                found = newest_steps(place, run.incarnation)
-                run.earlier = found[-1].observation if found else None
+                self._look_back(run)
         return run
+
+    def _look_back(self, run: Run) -> None:
+        found = newest_steps(self._store.run_directory(run.name), run.incarnation)
+        run.earlier = found[-1].observation if found else None
 
     def let_go(self, run: Run) -> None:
         """Close the files of a run that has been lost for long; a report opens them again."""
@@ -308,6 +312,9 @@ class Runs:
             self.runs[run.name] = run
             if run.run_state == "running":
                 self._reconcile(run)
+        troubled = [r for r in self.runs.values() if r.run_state in ("lost", "halted")]
+        for run in sorted(troubled, key=lambda r: r.last_heard)[-SHOWN_AT_ONCE:]:
+            self._look_back(run)
 
     # ---- trainers ----------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from sqlalchemy import select
 from sentinel.core.types import Action, Outcome
 from sentinel.sidecar import exporter
 from sentinel.sidecar.app import create_app
-from sentinel.sidecar.runs import RefusedError, details
+from sentinel.sidecar.runs import RefusedError, details, summary
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
 from sentinel.sidecar.store import record as records
@@ -417,6 +417,25 @@ def test_a_trainer_in_another_language_hears_that_no_disk_took_its_report(
     assert [answer["recorded"] for answer in told] == [True, False, False, True]
     assert [answer["decision"]["step"] for answer in told] == [0, 1, 2, 3]
     app.state.service.close()
+
+
+@pytest.mark.parametrize("state", ["lost", "halted"])
+def test_the_list_shows_how_a_run_stood_that_needs_somebody(
+    start: Callable[..., Service], clock: FakeClock, state: str
+) -> None:
+    service = start()
+    reporter = Reporter(service, trainer())
+    reporter.register()
+    reporter.steps(20)
+    if state == "halted":
+        close = Close(run="r", incarnation="i", fence=reporter.fence, state="halted")
+        service.runs.close(close, service.now())
+    else:
+        clock.advance(1000.0)
+        service.runs.expire(service.now())
+    die(service)
+    (line,) = [summary(run, clock.now) for run in start().all_runs()]
+    assert (line["state"], line["step"], line["loss"] is not None) == (state, 19, True)
 
 
 def test_holes_are_not_said_before_anybody_looked(
