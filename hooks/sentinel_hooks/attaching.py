@@ -37,7 +37,7 @@ from sentinel_hooks import adapters, outlets, waiting
 from sentinel_hooks.adapters import plain
 from sentinel_hooks.errors import AttachError, StillHalted
 from sentinel_hooks.layers import LayerTable
-from sentinel_hooks.ledger_file import Claim, Keeper
+from sentinel_hooks.ledger_file import Claim, Keeper, claimed_here
 from sentinel_hooks.link import Decide, EmbeddedLink, Link, make_link
 from sentinel_hooks.probes.together import part_names
 from sentinel_hooks.ranks import meeting
@@ -321,7 +321,11 @@ def _begin(
 ) -> _Beginning:
     run, named = _run_id(run_id)
     writes = (record or named) and _first_rank()
-    claim = _claim(directory / run, run) if named and writes else None
+    claim: Claim | None = None
+    if named and writes:
+        if run_id is None:
+            run = _free_here(directory, run)
+        claim = _claim(directory / run, run)
     found = _found(directory / run, run, spots) if named else None
     incarnation = secrets.token_hex(4)  # os.urandom: no global generator moves
     link = make_link(
@@ -562,6 +566,21 @@ def _run_id(given: Any) -> tuple[str, bool]:
             "there; give this one another id"
         )
     return run, True
+
+
+def _free_here(directory: Path, run: str) -> str:
+    """An id from the environment is the process's: its second live session is <id>-2, and so on.
+
+    In the order of attach(), so that a restarted process finds each again.
+    """
+    name, number = run, 1
+    while claimed_here(directory / name):
+        gc.collect()  # a session that nobody holds any more lets go
+        if not claimed_here(directory / name):
+            break
+        number += 1
+        name = f"{run}-{number}"
+    return name
 
 
 def _claim(directory: Path, run: str) -> Claim:

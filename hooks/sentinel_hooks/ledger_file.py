@@ -97,6 +97,11 @@ def _sample(tensor: Tensor) -> Tensor:
 _claimed: set[str] = set()  # by this process
 
 
+def claimed_here(directory: Path) -> bool:
+    """A session of this process writes the ledger there."""
+    return os.path.abspath(directory / LOCK) in _claimed
+
+
 class Claim:
     """One process writes a run's ledger: the lock on run_dir/<run>/ledger.lock.
 

@@ -268,6 +268,22 @@ def test_the_environment_and_the_launcher_name_the_run(
     two.session.detach()
 
 
+@pytest.mark.parametrize("variable", ["SENTINEL_RUN_ID", "TORCHELASTIC_RUN_ID"])
+def test_two_live_sessions_of_a_launch_are_two_runs_and_each_is_found_again(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: the second attach() of a torchrun job was refused, though nobody chose an id."""
+    monkeypatch.setenv(variable, "r9")
+    for steps in (0, 3):
+        one, two = Process(tmp_path, run_id=None), Process(tmp_path, run_id=None)
+        assert (one.session.run_id, two.session.run_id) == ("r9", "r9-2")
+        assert two.session.state.step == steps
+        with pytest.raises(AttachError, match="another session in this process"):
+            Process(tmp_path, run_id="r9")
+        for process in (one, two):
+            process.steps(3).session.detach()
+
+
 # ---------------------------------------------------------------- whose weights are these?
 
 
