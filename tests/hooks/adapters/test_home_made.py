@@ -1,174 +1,158 @@
-"""An adapter for somebody's own trainer, written with docs/adapters.md alone, in under 60 lines.
+"""An adapter that a reader of docs/adapters.md alone wrote, for a trainer of their own.
 
-The trainer below knows nothing of us, and has all that makes one awkward: it builds its objects in
-train(), compiles the step away from __call__, saves by itself between the step and the next
-forward, and can train again.
+The trainer makes its objects inside run(), accumulates, evaluates and saves by itself, and has one
+event: all else is heard of from outside.
 """
 
 from __future__ import annotations
 
-import inspect
-import math
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 import sentinel_hooks
-from sentinel_hooks import TrainerSession, adapters, register_adapter
-from tests.hooks.adapters.watching import POLICY, acted
-from tests.hooks.worlds import digest
+from sentinel_hooks import TrainerSession, register_adapter
+from sentinel_hooks.adapters import unregister_adapter
 
 pytestmark = pytest.mark.torch
 
+DATA = [
+    (torch.randn(8, 4, generator=g), torch.randn(8, 1, generator=g))
+    for g in [torch.Generator().manual_seed(0)]
+    for _ in range(20)
+]
 
-class Smith:
+
+class Engine:
     """The trainer."""
 
-    def __init__(self, *, seed: int, accumulate: int = 1, folder: Path | None = None) -> None:
-        self.seed, self.accumulate, self.folder = seed, accumulate, folder
-        self.spoil: Callable[[int, Smith], None] = lambda step, smith: None
-        self.saves: list[str] = []
+    def __init__(self, folder: Path, *, boom: int = -1) -> None:
+        self.folder, self.boom = folder, boom
+        self.hooks: dict[str, list[Callable[[Engine], None]]] = {}
 
-    def forge(self, steps: int) -> None:
-        torch.manual_seed(self.seed)
-        self.parts = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
-        self.tool = torch.optim.AdamW(self.parts.parameters(), lr=3e-2)
-        self.pace = torch.optim.lr_scheduler.StepLR(self.tool, 30, 0.5)
-        self._law = torch.randn(6, 4)
-        for step in range(steps):
-            self.beat(step)
-            if self.folder is not None and step % 4 == 3:
-                self.keep(self.folder / f"{step + 1}.pt")
+    def run(self) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 10)
+        self.step = 0
+        for hook in self.hooks.get("start", ()):
+            hook(self)
+        for _ in range(2):
+            for i, (x, y) in enumerate(DATA):
+                (self.criterion(x, y) / 2).backward()
+                if i % 2:
+                    nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                    self.optimizer.step()
+                    self.schedule.step()
+                    self.optimizer.zero_grad()
+                    self.step += 1
+                    if self.step == self.boom:
+                        raise RuntimeError("boom")
+            self.validate()
+            self.save()
 
-    def beat(self, step: int) -> None:
-        self.spoil(step, self)
-        for _ in range(self.accumulate):
-            x = torch.randn(64, 6)
-            y = (x @ self._law + torch.randn(64, 4)).argmax(1)
-            logits = self.parts.forward(x)  # past __call__
-            (F.cross_entropy(logits, y) / self.accumulate).backward()
-        self.tool.step()
-        self.pace.step()
-        self.tool.zero_grad()
+    def criterion(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.model(x), y)
 
-    def keep(self, path: Path) -> Path:
-        torch.save(self.parts.state_dict(), path)
-        self.saves.append(path.name)
-        return path
+    def validate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.value = sum(float(self.criterion(x, y)) for x, y in DATA)
+        self.model.train()
+
+    def save(self) -> None:
+        self.path = self.folder / f"{self.step}.pt"
+        torch.save(self.model.state_dict(), self.path)
 
 
-class SmithAdapter:
-    name = "Smith"
-    waits_for = "smith.forge()"
+class EngineAdapter:
+    """The adapter."""
+
+    name = "Engine"
+    waits_for = "engine.run()"
 
     def accepts(self, trainer: Any) -> bool:
-        return isinstance(trainer, Smith)
+        return isinstance(trainer, Engine)
 
-    def watch(self, trainer: Smith, session: TrainerSession) -> Callable[[], None]:
-        def beat(step: int) -> None:
-            if not session.live:  # forge() makes the objects before its first beat
-                session.begin(
-                    model=trainer.parts, optimizer=trainer.tool, lr_scheduler=trainer.pace
-                )
-            session.safe_point()
+    def watch(self, trainer: Any, session: TrainerSession) -> Callable[[], None]:
+        def start(engine: Engine) -> None:
+            session.begin(
+                model=engine.model, optimizer=engine.optimizer, lr_scheduler=engine.schedule
+            )
 
+        hook = session.guarded(start)
+        trainer.hooks.setdefault("start", []).append(hook)
         undo = [
-            session.beside(trainer, "forge", at_end=session.end),
-            session.beside(trainer, "beat", before=beat, at_end=session.safe_point),
-            session.beside(trainer, "keep", after=session.saved),
+            session.beside(trainer, "run", at_end=session.end),
+            session.beside(trainer, "validate", before=session.safe_point),
+            session.beside(trainer, "save", after=lambda _: session.saved(trainer.path)),
         ]
 
         def unhook() -> None:
-            for step in undo:
-                step()
+            for out in reversed(undo):
+                out()
+            trainer.hooks["start"].remove(hook)
 
         return unhook
 
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    adapter = SmithAdapter()
+    adapter = EngineAdapter()
     register_adapter(adapter)
     yield
-    adapters.unregister_adapter(adapter)
+    unregister_adapter(adapter)
 
 
-def attach(smith: Smith, tmp_path: Path, **options: Any) -> Any:
-    return sentinel_hooks.attach(
-        smith, sidecar=None, run_dir=tmp_path / "runs", policy=POLICY, **options
-    )
+@contextlib.contextmanager
+def attached(engine: Engine, folder: Path) -> Iterator[Any]:
+    with sentinel_hooks.attach(engine, sidecar=None, run_dir=folder) as session:
+        yield session
 
 
-def finished(smith: Smith) -> str:
-    return digest(dict(smith.parts.named_parameters()), smith.tool.state_dict())
-
-
-def test_it_is_short() -> None:
-    assert len(inspect.getsource(SmithAdapter).splitlines()) < 60
-
-
-def test_a_watched_smith_forges_the_same(tmp_path: Path) -> None:
-    alone = Smith(seed=3, accumulate=4)
-    alone.forge(30)
-    smith = Smith(seed=3, accumulate=4)
-    with attach(smith, tmp_path) as session:
-        assert session.status().why == "waiting for smith.forge()"
-        during: list[Any] = []
-        smith.spoil = lambda step, _: during.append(session.status())
-        smith.forge(30)
-        assert session.status().step == 30
-    assert finished(smith) == finished(alone)
-    assert not any(status.blind_spots for status in during[2:])
-    assert {"forge", "beat", "keep"}.isdisjoint(vars(smith))
+def test_it_trains_as_without_and_is_left_as_it_was(tmp_path: Path) -> None:
+    bare, watched = Engine(tmp_path), Engine(tmp_path)
+    bare.run()
+    with attached(watched, tmp_path) as session:
+        assert session.status().why == "waiting for engine.run()"
+        watched.run()
+        assert session.status().step == 20
+        assert session.status().blind_spots == ()
+    pairs = zip(bare.model.parameters(), watched.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert bare.value == watched.value
+    assert watched.hooks == {"start": []}
+    assert not {"run", "validate", "save"} & set(vars(watched))
 
 
 def test_a_bad_gradient_is_skipped_once(tmp_path: Path) -> None:
-    def spoil(step: int, smith: Smith) -> None:
-        if step == 9:
-            weight = smith.parts[0].weight
-            handle = weight.register_hook(lambda g: (handle.remove(), g * math.nan)[1])
+    engine = Engine(tmp_path)
 
-    smith = Smith(seed=3)
-    smith.spoil = spoil
-    session = attach(smith, tmp_path)
-    smith.forge(20)
-    session.detach()
-    assert acted(session) == [(9, "SKIP_STEP", "nonfinite_grad")]
-    assert all(bool(torch.isfinite(p).all()) for p in smith.parts.parameters())
+    def spoil(engine: Engine) -> None:
+        calls = iter(range(1000))
+        engine.model[0].weight.register_hook(
+            lambda grad: grad * float("nan") if next(calls) == 11 else grad
+        )
 
-
-def test_damage_is_undone_before_the_smith_saves(tmp_path: Path) -> None:
-    seen: list[str] = []
-
-    def spoil(step: int, smith: Smith) -> None:
-        seen.append(digest([p.detach() for p in smith.parts.parameters()]))
-        if step == 24:
-            with torch.no_grad():
-                for p in smith.parts.parameters():
-                    p.mul_(-8.0)
-
-    smith = Smith(seed=3, folder=tmp_path)
-    smith.spoil = spoil
-    session = attach(smith, tmp_path)
-    smith.forge(40)
-    session.detach()
-    assert [s for s, a, _ in acted(session) if a == "ROLLBACK"] == [27]
-    saved = torch.load(tmp_path / "28.pt")
-    names = [name for name, _ in smith.parts.named_parameters()]
-    assert digest([saved[name] for name in names]) == seen[16], "saved as restored"
+    engine.hooks["start"] = [spoil]
+    with attached(engine, tmp_path) as session:
+        engine.run()
+        assert dict(session.status().counters.skipped) == {"nonfinite_grad": 1}
+    assert all(bool(p.isfinite().all()) for p in engine.model.parameters())
 
 
-def test_forging_again_is_watched_again(tmp_path: Path) -> None:
-    smith = Smith(seed=3)
-    with attach(smith, tmp_path, run_id="mine") as session:
-        smith.forge(5)
-        smith.forge(5)
-        assert session.status().step == 10
-        with pytest.raises(TypeError):
-            smith.forge("many")  # type: ignore[arg-type]
-        assert not session.live
+def test_a_run_that_raises_has_ended_and_the_next_one_is_watched(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, boom=5)
+    with attached(engine, tmp_path) as session:
+        with pytest.raises(RuntimeError, match="boom"):
+            engine.run()
+        assert session.status().why.startswith("training has ended")
+        engine.boom = -1
+        engine.run()
+        assert session.status().step == 20
