@@ -304,6 +304,7 @@ class _Hello(msgspec.Struct):
     paused: bool = False
     first_save: int = 0
     error: str = ""
+    halted: bool = False
 
 
 def _begin(
@@ -401,7 +402,10 @@ def _begin_together(
             )
         except Exception as error:  # noqa: BLE001  it is raised below, on all ranks
             failed = error
-            hello = _Hello(error=f"{type(error).__name__}: {error}")
+            halted = isinstance(error, StillHalted)
+            hello = _Hello(
+                error=str(error) if halted else f"{type(error).__name__}: {error}", halted=halted
+            )
     told = group.tell_any(msgspec.msgpack.encode(hello) if group.rank == 0 else None)
     hello = msgspec.msgpack.decode(told, type=_Hello)
     if failed is not None:
@@ -409,6 +413,8 @@ def _begin_together(
         raise failed
     if hello.error:
         group.close("rank 0 cannot attach")
+        if hello.halted:  # this one ends a trainer's run: on all ranks, or the others wait for it
+            raise StillHalted(hello.error)
         raise AttachError(f"rank 0 cannot attach: {hello.error}")
     if beginning is None:
         policy = codec.decode_policy(hello.policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,19 @@ def test_ranks_with_unequal_batches_are_let_alone_and_the_run_ends_as_without_us
     assert ends[0] == ends[1]
     for rank in report.ranks:
         assert "unequal numbers of batches" in rank.last("end")["status"]["why"]
+
+
+def test_a_halted_run_is_refused_on_every_rank_with_the_same_error(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Seen red: only rank 0 heard StillHalted, which alone ends the run of a trainer."""
+    (tmp_path / "r7").mkdir()
+    (tmp_path / "r7" / "HALTED").write_text('{"step": 3, "reason": "ordered"}')
+    options = {"run_id": "r7", "run_dir": str(tmp_path)}
+    args = {"world": "ddp", "attach": "all", "timeout_s": 6.0, "steps": 4, "options": options}
+    report = ranks.run(LOOP, 2, args=args)
+    report.ended_well()
+    assert [r.last("ready")["refused"].split(":")[0] for r in report.ranks] == ["StillHalted"] * 2
 
 
 def test_ranks_that_ask_for_different_things_only_observe_and_each_log_says_why(
