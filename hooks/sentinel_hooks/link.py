@@ -147,7 +147,7 @@ class Link(Protocol):
         """Deliver what can be delivered within two seconds and let go.
 
         Args:
-            how: finished or halted.
+            how: finished, halted, or lost: it crashed, and no goodbye is said.
             state: the final state, for a sidecar that missed something.
         """
         ...
@@ -847,8 +847,8 @@ class RemoteLink:
         while self._buffer and self._clock() < until:
             if not self._turn(until - self._clock()):
                 break
-        if not self._ready or self._clock() >= until:
-            return
+        if not self._ready or self._clock() >= until or how == "lost":
+            return  # no goodbye from a run that crashed: the sidecar will miss it, and say so
         try:
             if self._final is not None:
                 # Whatever was late or lost on the way: the totals end exact.

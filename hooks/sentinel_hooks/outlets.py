@@ -159,6 +159,8 @@ class Outlets:
         self._state, self._run_state = state, how
         if how == "halted":
             self.tell("halted", Severity.CRITICAL, state.step, "training was stopped")
+        elif how == "lost":
+            self.tell("crashed", Severity.CRITICAL, state.step, "an exception ended training")
         with self._wake:
             self._closing = True
             self._wake.notify()

@@ -34,6 +34,7 @@ import dataclasses
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -330,7 +331,7 @@ class Session:
         """The user let go of model, optimizer and session: so do we."""
         if not getattr(self, "_detached", True) and hasattr(self, "_faint"):
             with contextlib.suppress(Exception):
-                self.detach()
+                self._detach(crashed=False)
 
     # ---------------------------------------------------------------- for the user
 
@@ -439,7 +440,14 @@ class Session:
             self._guard.run("ledger", self._saving.remember)
 
     def detach(self) -> None:
-        """Take every hook out, close the trace, say goodbye; a second call does nothing."""
+        """Take every hook out, close the trace, say goodbye; a second call does nothing.
+
+        Called while an exception is on its way out of the loop, it says no goodbye: the run did not
+        finish, and on-call is to hear of it.
+        """
+        self._detach(crashed=_crashed(sys.exc_info()[1]))
+
+    def _detach(self, *, crashed: bool) -> None:
         if self._detached:
             return
         self._guard.run("settle", self._settle)
@@ -462,7 +470,7 @@ class Session:
         self._observer.used()
         if self._council is not None:
             self._guard.run("detach", self._council.say_leaving)
-        self._close()
+        self._close(crashed=crashed)
 
     # ---------------------------------------------------------------- forward
 
@@ -1152,11 +1160,11 @@ class Session:
         )
         self._record_trouble = ""
 
-    def _close(self) -> None:
+    def _close(self, *, crashed: bool) -> None:
         if self._council is not None:
             self._council.close()
         self._guard.run("ledger", self._close_ledger)
-        how = "halted" if self._halted else "finished"
+        how = "halted" if self._halted else "lost" if crashed else "finished"
         self._guard.run("link", self._link.close, how, self._state)
         if self._outlets is not None:
             self._guard.run("outlets", self._outlets.close, how, self._state)
@@ -1180,7 +1188,8 @@ class Session:
             self._guard.run("settle", self._settle)
             self._detached = True
             self._guard.run("snapshot", self._saving.close)
-            self._close()
+            # Set for what nobody caught, when its traceback was printed.
+            self._close(crashed=_crashed(getattr(sys, "last_value", None)))
 
     # ---------------------------------------------------------------- telling
 
@@ -1256,6 +1265,14 @@ def _elements(target: Target, world: int) -> tuple[float, int]:
                 mine += share(p, world) * local(p.detach()).numel()
                 whole += p.numel()
     return mine, whole
+
+
+def _crashed(error: BaseException | None) -> bool:
+    """It ends training, and not because somebody wanted it to end."""
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    wanted = KeyboardInterrupt | StopIteration | GeneratorExit
+    return error is not None and not isinstance(error, wanted)
 
 
 def _keep_batch(canary: Canary, decision: Decision, loss: float | None) -> None:
