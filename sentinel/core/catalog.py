@@ -122,7 +122,7 @@ CATALOG: tuple[MetricSpec, ...] = (
         "layer_quantile",
         _G,
         "Quantiles of a signal over all finite layers; of runs with more layers than series.",
-        ("signal", "quantile"),
+        ("signal", "q"),
     ),
     MetricSpec(
         "attention_max_logit_window_max",

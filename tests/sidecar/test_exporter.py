@@ -63,7 +63,7 @@ def test_of_many_layers_the_largest_have_series_and_quantiles_speak_for_all(
     found = scrape(service)
     assert shown(service) == {f"layer{at}": at + 1.0 for at in range(LAYERS - TOP, LAYERS)}
     quantiles = {
-        labels["quantile"]: value
+        labels["q"]: value
         for labels, value in found["sentinel_layer_quantile"]
         if labels["signal"] == "layer_grad_norm"
     }

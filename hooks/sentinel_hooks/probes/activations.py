@@ -295,7 +295,7 @@ class ActivationProbe(Quiet):
             else:
                 groups.setdefault((x.shape, x.device), []).append((block, x))
         for (shape, _), kept in groups.items():
-            outputs = torch.stack([x for _, x in kept]).flatten(1)
+            outputs = torch.stack([x for _, x in kept]).reshape(len(kept), -1)  # 0-d too
             norm = torch.linalg.vector_norm(outputs, dim=1)
             # aminmax(dim=1) takes ten times as long as these two.
             self._vectors.append(torch.cat((norm, outputs.amin(1), outputs.amax(1))))

@@ -227,3 +227,39 @@ def test_detach_leaves_nothing_and_an_unseen_block_is_named(attached: Any) -> No
     assert "layers.1, layers.2" in spot.what
     probe.detach()
     assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_a_block_that_returns_one_number_is_a_block_like_any_other() -> None:
+    """The module inside DDP that returns its loss: its output has no dimension."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x).square().mean()
+
+    class Wrap(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.module(x)
+            return loss
+
+    model = Wrap()
+    probe = ActivationProbe([model], LayerTable.of((model,)), 1)
+    probe.attach()
+    try:
+        for step in range(25):
+            model(torch.randn(4, 8)).backward()
+            probe.before_step(step)
+            values, _ = read(probe.pending(), [])
+            columns = resolve(probe, values)
+            probe.after_step(True)
+        assert not probe.blind_spots()
+        assert LAYER_ACTIVATION_RMS in columns
+    finally:
+        probe.detach()
