@@ -250,7 +250,7 @@ def test_a_block_that_returns_one_number_is_a_block_like_any_other() -> None:
             return loss
 
     model = Wrap()
-    probe = ActivationProbe([model], LayerTable.of((model,)), 1)
+    probe = ActivationProbe([model], LayerTable.of((model,)), 10)
     probe.attach()
     try:
         for step in range(25):
