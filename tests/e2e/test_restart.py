@@ -109,7 +109,7 @@ def test_a_crash_loop_cannot_refill_a_budget_and_the_halt_holds(tmp_path: Path) 
     assert [one["status"] for one in ended] == [KILLED, KILLED, 86, 1]
     assert [len(one["ledger"]["rollbacks"]) for one in ended] == [1, 2, 2, 2]
     assert [one["ledger"]["stopped"] for one in ended] == [False, False, True, True]
-    assert "AttachError: run r7 was halted at step" in ended[3]["error"]
+    assert "StillHalted: run r7 was halted at step" in ended[3]["error"]
     assert ended[3]["ledger"] == ended[2]["ledger"]
     marker = tmp_path / "r7" / "HALTED"
     assert json.loads(marker.read_text())["exit_code"] == 86

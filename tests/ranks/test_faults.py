@@ -176,7 +176,7 @@ def test_a_survey_passes_the_places_of_a_skip_and_of_a_rollback(survey: Survey) 
     for world in ("ddp", "fsdp", "plain"):
         for places in survey.places(world):
             names = {p.rstrip("!").rpartition(":")[0] for p in places}
-            assert {"actuators.hold_back", "session.Session._restore"} <= names
+            assert {"actuators.hold_back", "saving.Saving._restore"} <= names
             assert len(places) > 100
 
 

@@ -50,7 +50,7 @@ def in_double(
 
 def recorded(directory: Path) -> dict[int, tuple[float, dict[str, float]]]:
     """step -> (global norm, norm of each layer), from the trace that rank 0 has written."""
-    (run,) = (directory / "runs").iterdir()
+    (run,) = [p for p in (directory / "runs").iterdir() if p.is_dir()]
     reader = Reader(run)
     config = reader.configuration()
     assert config is not None

@@ -8,11 +8,19 @@ deadline; no program can promise against that. The kernel counts it: the second 
 /proc/self/task/*/schedstat. What is left of a wait without it is ours, and can be asserted
 strictly. All threads of this process count, since one that stands in the queue may hold Python's
 lock. On an idle machine nothing is taken off.
+
+A virtual machine may stand still as a whole, which that number does not show. So another process,
+which has nothing to do with us, sleeps 10 ms at a time and says when it overslept: such moments
+are taken off too.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +41,49 @@ class Wait:
 
     theirs: float = 0.0  # in which the sidecar was ready and had no core, if its pid was given
 
+    start: float = 0.0  # perf_counter, which all processes share
+
     @property
     def ours(self) -> float:
-        return self.wall - self.queued
+        return self.wall - max(self.queued, stood_still_s(self.start, self.start + self.wall))
+
+
+_SLEEPER = """
+import time
+while True:
+    before = time.perf_counter()
+    time.sleep(0.01)
+    now = time.perf_counter()
+    if now - before > 0.03:
+        print(before + 0.01, now, flush=True)
+"""
+_stalls: list[str] = []
+
+
+def watch_the_machine() -> None:
+    """Start the other process, once."""
+    if _stalls:
+        return
+    handle, path = tempfile.mkstemp(prefix="stalls-")
+    process = subprocess.Popen([sys.executable, "-c", _SLEEPER], stdout=handle)
+    os.close(handle)
+    _stalls.append(path)
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+        os.unlink(path)
+
+    atexit.register(end)
+
+
+def stood_still_s(start: float, end: float) -> float:
+    """Seconds between two moments in which the other process overslept."""
+    if not _stalls or end - start < 0.1:
+        return 0.0
+    rows = [line.split() for line in Path(_stalls[0]).read_text().splitlines()]
+    spans = [(float(a), float(b)) for a, b in (row for row in rows if len(row) == 2)]
+    return sum(max(0.0, min(b, end) - max(a, start)) for a, b in spans)
 
 
 class Metered:
@@ -50,6 +98,7 @@ class Metered:
         self._link = link
         self._sidecar = sidecar
         self.waits: list[Wait] = []
+        watch_the_machine()
         if sidecar is not None:
             link._queue = BothQueues(sidecar)  # type: ignore[attr-defined]
 
@@ -66,7 +115,7 @@ class Metered:
         finally:
             wall = time.perf_counter() - start
             lost = since(theirs, self._sidecar) if self._sidecar else 0.0
-            self.waits.append(Wait(wall, since(queued), lost))
+            self.waits.append(Wait(wall, since(queued), lost, start))
 
     @property
     def longest(self) -> float:
