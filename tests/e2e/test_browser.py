@@ -279,7 +279,7 @@ def test_a_sidecar_that_dies_is_seen_to_be_stale_and_back(browser: Any) -> None:
         ("observing", ["only observing, would have skipped"], ["undefined"]),
         (
             "nothing-yet",
-            ["no step has reported a loss yet", "has registered and not reported a step"],
+            ["no step has reported a loss yet", "ended before a step was reported"],
             ["NaN"],
         ),
         (

@@ -121,7 +121,7 @@ export class RunView {
     const notes = [];
     if (live && run.protection === "off") notes.push(["bad", `Protection is off: ${offBecause(run)}`]);
     else if (live && run.protection) notes.push([run.protection === "blind" ? "bad" : "", `Protection: ${PROTECTION_MEANS[run.protection] ?? run.protection}.`]);
-    if (run.step === null && run.state === "running") notes.push(["", "The trainer has registered and not reported a step yet."]);
+    if (run.step === null) notes.push(["", run.state === "running" ? "The trainer has registered and not reported a step yet." : "The run ended before a step was reported, or its record has not been read since the sidecar was started."]);
     if (!run.decides) notes.push(["warn", `This sidecar only records the run: ${run.reason}`]);
     if (live && ledger.stopped) notes.push(["bad", "The rollback budget is spent: training goes on, only non-finite steps and extreme norms are still skipped. A person is needed; “Resume” refills the budget."]);
     if (run.state === "lost") notes.push(["bad", "The trainer has been silent for too long. Look at the process: it may hang, be killed, or have lost its network."]);
