@@ -246,6 +246,8 @@ class Session:
 
         self._off = ""
         self._detached = False
+        # Training may be started by somebody who is dealing with an earlier error.
+        self._handled = id(sys.exc_info()[1])
         self._masked = 0
         # The logical step.
         self._open: _OpenStep | None = None
@@ -445,7 +447,8 @@ class Session:
         Called while an exception is on its way out of the loop, it says no goodbye: the run did not
         finish, and on-call is to hear of it.
         """
-        self._detach(crashed=_crashed(sys.exc_info()[1]))
+        error = sys.exc_info()[1]
+        self._detach(crashed=_crashed(error) and id(error) != self._handled)
 
     def _detach(self, *, crashed: bool) -> None:
         if self._detached:

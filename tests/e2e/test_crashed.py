@@ -34,7 +34,17 @@ def loop():
         raise KeyboardInterrupt
 
 session = sentinel.attach(model=model, optimizer=optimizer, run_id="r7", run_dir=sys.argv[2])
-if how.endswith("in with"):
+if how == "goes well after an error":
+    session.detach()
+    try:
+        raise ValueError("out of memory, say")
+    except ValueError:  # the second try is made in here
+        session = sentinel.attach(
+            model=model, optimizer=optimizer, run_id="r7", run_dir=sys.argv[2]
+        )
+        loop()
+        session.detach()
+elif how.endswith("in with"):
     with session:
         loop()
 else:
@@ -47,6 +57,7 @@ else:
     [
         ("goes well", "finished"),
         ("goes well in with", "finished"),
+        ("goes well after an error", "finished"),
         ("interrupted in with", "finished"),
         ("raises", "lost"),
         ("raises in with", "lost"),
