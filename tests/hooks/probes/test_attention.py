@@ -411,7 +411,10 @@ def test_two_probes_do_not_take_each_others_functions_away(watch: Any) -> None:
     assert F.scaled_dot_product_attention is original
 
 
-def test_hooks_that_name_no_attention_are_taken_out_and_come_back(watch: Any) -> None:
+def test_hooks_that_name_no_attention_are_taken_out_and_come_back(
+    watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WHERE, "compiled", False)  # as in a process that has compiled nothing
     model = Model(by_attribute)
     w = watch(model)
     hooks = lambda: sum(len(m._forward_hooks) for m in model.modules())  # noqa: E731
