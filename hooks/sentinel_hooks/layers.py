@@ -24,6 +24,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
+from sentinel.core.detectors import layer_outlier
+from sentinel.core.types import LAYER_BLOCK, LAYER_ROLE, Column
+
 OTHER = -1
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
@@ -69,6 +72,15 @@ class LayerTable:
     def rows(self) -> list[dict[str, Any]]:
         """The table as plain values, for the trace and the sidecar."""
         return [asdict(layer) for layer in self.layers]
+
+    def columns(self) -> dict[str, Column]:
+        """Block and role of each layer, as the engine takes them; float32 [L], -1 for none."""
+        blocks = [-1 if layer.block is None else layer.block for layer in self.layers]
+        roles = layer_outlier.roles_of(tuple(layer.name for layer in self.layers))
+        return {
+            LAYER_BLOCK: np.array(blocks, dtype=np.float32),
+            LAYER_ROLE: roles.astype(np.float32),
+        }
 
     def index(self, parameters: Iterable[nn.Parameter]) -> npt.NDArray[np.intp]:
         """The layer of each parameter, OTHER (-1) where no listed module owns it."""

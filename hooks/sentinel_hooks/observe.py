@@ -365,6 +365,7 @@ class Observer:
             commands=note.orders,
             batch_id=note.batch,
             columns=self._columns(heard.layer_sq_L, heard.parts),
+            scalars=note.scalars or NO_SCALARS,
         )
 
     def _columns(

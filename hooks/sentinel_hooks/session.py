@@ -47,7 +47,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sentinel.core import engine
+from sentinel.core import advice, engine
 from sentinel.core.events import AutomationSet, Event, Restored, RestoreFailed
 from sentinel.core.policy import CanaryMode, Policy
 from sentinel.core.state import State
@@ -652,6 +652,7 @@ class Session:
         self._observer.used()
         if not self._check.done:
             self._guard.run("self-check", self._check_step, observation)
+        observation = self._with_layers(observation)
         canary = self._canary
         if self._surely(engine.wants_canary, self._state, observation, self.policy) and canary:
             answer = None
@@ -690,6 +691,13 @@ class Session:
                 decision.rule,
                 decision.reason,
             )
+
+    def _with_layers(self, observation: Observation) -> Observation:
+        """What the engine must know of the layers, once: it travels and is recorded as columns."""
+        if not observation.columns or not advice.wants_layers(self._state.stats.advice):
+            return observation
+        columns = {**observation.columns, **self.layers.columns()}
+        return dataclasses.replace(observation, columns=columns)
 
     def _check_step(self, observation: Observation) -> None:
         checked, self._observer.probe.checked = self._observer.probe.checked, []
@@ -741,6 +749,7 @@ class Session:
                     scale=measured.loss_scale,
                     shape=measured.shape,
                     batch=measured.batch_id,
+                    scalars={k: v for k, v in measured.scalars.items() if k in advice.SCALARS},
                 )
             note.orders = commands
             note.paused = self._paused
@@ -767,8 +776,10 @@ class Session:
             self.note(AutomationSet(self._state.step, note.paused, f"file {PAUSE_FILE}"))
         observation = self._surely(self._observer.together, heard, note, self._state.step)
         if council.rank == 0 and measured is not None and measured.scalars:
-            # Only for the record: nothing is decided on them.
-            observation = dataclasses.replace(observation, scalars=measured.scalars)
+            # The others only for the record: nothing is decided or advised on them.
+            known = {k: v for k, v in measured.scalars.items() if k not in advice.SCALARS}
+            scalars = {**known, **observation.scalars}
+            observation = dataclasses.replace(observation, scalars=scalars)
         return observation, heard.ready == heard.ranks
 
     def _ask(self, observation: Observation, own: Decision) -> tuple[Decision, Source] | None:

@@ -143,7 +143,8 @@ def incident_lines(
     layers = [names[i] if i < len(names) else f"layer {i}" for i in incident.get("layers") or ()]
     if layers:
         more = f" and {len(layers) - 6} more" if len(layers) > 6 else ""
-        lines.append(f"    layers: {', '.join(map(text, layers[:6]))}{more}")
+        what = "first out of its own band" if incident["key"] == "instability" else "layers"
+        lines.append(f"    {what}: {', '.join(map(text, layers[:6]))}{more}")
     done = deeds(incident.get("actions") or (), targets)
     if len(done) > 8:
         lines.append(f"    ... {len(done) - 8} earlier actions")

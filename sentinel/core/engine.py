@@ -21,7 +21,9 @@ Errors:  StateError when called out of order; otherwise never raises, whatever w
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
+from typing import Any
 
 from sentinel.core import incidents
 from sentinel.core.detectors import grad_norm
@@ -40,6 +42,7 @@ from sentinel.core.policy import Policy
 from sentinel.core.rules import COMMAND, Plan, asks_canary, memory, plan, severity_of
 from sentinel.core.state import (
     ENGINE_VERSION,
+    Counters,
     Ledger,
     LrCut,
     RuleMemory,
@@ -66,6 +69,9 @@ __all__ = ["ENGINE_VERSION", "apply", "decide", "initial", "lr_factor", "note", 
 
 COMMANDS_KEPT = 256  # ids of obeyed orders; they expire long before so many have come
 ACTED_KEPT = 256
+_BUT_STEPS = attrgetter(*[f.name for f in fields(Counters) if f.name != "steps"])
+_PLACE = {f.name: i for i, f in enumerate(fields(Ledger))}
+_VALUES = attrgetter(*_PLACE)
 
 wants_canary = asks_canary
 
@@ -170,6 +176,7 @@ def apply(
             effective,
             observing,
             judged.nonfinite,
+            judged.advice.first,
             policy,
         )
     if planned.runs or planned.flags or _flag_expired(ledger, observation.step, policy):
@@ -318,7 +325,7 @@ def _calm(ledger: Ledger, observation: Observation, planned: Plan, policy: Polic
     if ledger.incidents:
         ledger = incidents.resolve(ledger, INSTABILITY, step)
     counters = ledger.counters
-    return replace(
+    return _moved(
         ledger,
         in_weights=ledger.in_weights + 1,
         spike_count=planned.spike_count,
@@ -333,7 +340,7 @@ def _calm(ledger: Ledger, observation: Observation, planned: Plan, policy: Polic
         stopped=stopped,
         lr=_tick(ledger.lr) if ledger.lr.factor < 1.0 else ledger.lr,
         snapshots=snapshots,
-        counters=replace(counters, steps=counters.steps + 1),
+        counters=Counters(counters.steps + 1, *_BUT_STEPS(counters)),
     )
 
 
@@ -346,6 +353,7 @@ def _trouble(
     effective: Action,
     observing: bool,
     nonfinite: tuple[str, ...],
+    first_out: tuple[int, ...],
     policy: Policy,
 ) -> Ledger:
     """Any other step: hot, skipped, blind, ordered, or in the shadow of an incident."""
@@ -372,7 +380,7 @@ def _trouble(
     if planned.no_target:
         new = replace(new, rollbacks=_bump(new.rollbacks, f"{planned.rule or 'ladder'}/none"))
 
-    ledger = _incident(ledger, observation, planned, effective, observing, policy)
+    ledger = _incident(ledger, observation, planned, effective, observing, first_out, policy)
     if accepted_level or planned.accept_level:
         ledger = incidents.touch(
             ledger,
@@ -396,7 +404,9 @@ def _trouble(
         rules = _acted(rules, planned.rule, step, policy)
     skips = _within(ledger.skips, step, policy.skip.window)
     over = back or planned.accept_level  # what was counted so far is settled by it
-    if skipped and not over:
+    # The canary has spoken, and a loss that is no number can only be skipped: it uses no bound up.
+    moot = "loss" in nonfinite and planned.verdict is Verdict.DATA
+    if skipped and not over and not moot:
         skips = (*skips, step)
     restored_later = back and not observing
     ledger = replace(
@@ -405,7 +415,7 @@ def _trouble(
         spike_count=0 if back else planned.spike_count,
         spike_skips=0
         if back or not planned.spike_count
-        else ledger.spike_skips + (skipped and planned.hot),
+        else ledger.spike_skips + (skipped and planned.hot and not moot),
         cool_run=planned.cool_run,
         nonfinite_run=0 if back else planned.nonfinite_run,
         verdict=Verdict.NONE if back else planned.verdict,
@@ -442,6 +452,7 @@ def _incident(
     planned: Plan,
     effective: Action,
     observing: bool,
+    first_out: tuple[int, ...],
     policy: Policy,
 ) -> Ledger:
     step = observation.step
@@ -468,8 +479,17 @@ def _incident(
     severity = severity_of(policy, planned.rule) if planned.rule else Severity.WARNING
     if planned.fires:
         severity = Severity.CRITICAL
+    old = incidents.find(ledger, INSTABILITY)
     return incidents.touch(
-        ledger, INSTABILITY, step, summary, severity, fire=planned.fires, action=action
+        ledger,
+        INSTABILITY,
+        step,
+        summary,
+        severity,
+        fire=planned.fires,
+        # Who was first is settled when it begins; what breaks later is not added.
+        layers=first_out[:1] if old is None or not old.layers else (),
+        action=action,
     )
 
 
@@ -654,6 +674,14 @@ def _acted(
     old = dict(rules).get(name, RuleMemory())
     kept = tuple(s for s in old.acted if s > step - config.budget_window)[-ACTED_KEPT:]
     return _put(rules, name, RuleMemory(old.run, (*kept, step)))
+
+
+def _moved(ledger: Ledger, **changes: Any) -> Ledger:
+    """What replace() does, at half the price: it is paid on every calm step."""
+    values = list(_VALUES(ledger))
+    for name, value in changes.items():
+        values[_PLACE[name]] = value
+    return Ledger(*values)
 
 
 def _by_step(snapshot: Snapshot) -> int:

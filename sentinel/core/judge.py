@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from sentinel.core import advice
+from sentinel.core.advice import AdviceState, Advised
 from sentinel.core.detectors import (
     attention_logit,
     grad_norm,
@@ -52,6 +54,8 @@ class Judged:
     hot_logits: tuple[int, ...]
     odd_updates: tuple[int, ...]
     band: Severity | None
+    advice_state: AdviceState
+    advice: Advised
 
 
 def judge_loss(
@@ -83,6 +87,7 @@ def judge(stats: Stats, observation: Observation, policy: Policy) -> Judged:
         column = columns.get(LAYER_UPDATE_RATIO)
         if column is not None:
             odd_updates = update_ratio.judge(column, policy.update_ratio)
+    advice_state, advised = advice.observe(stats.advice, observation, policy)
     return Judged(
         spike_state,
         spike_reading,
@@ -93,6 +98,8 @@ def judge(stats: Stats, observation: Observation, policy: Policy) -> Judged:
         hot_logits,
         odd_updates,
         norm_band.judge(norm, policy.norm_band).severity,
+        advice_state,
+        advised,
     )
 
 
@@ -130,4 +137,4 @@ def learn(
             if shape:
                 norm_state = grad_norm.restart(norm_state)
             shape, age = observation.shape, 0
-    return Stats(spike_state, shift_state, norm_state, shape, age)
+    return Stats(spike_state, shift_state, norm_state, shape, age, judged.advice_state)

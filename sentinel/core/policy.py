@@ -26,10 +26,19 @@ from typing import Any
 
 from sentinel.core import bounds
 from sentinel.core.detectors.attention_logit import AttentionLogitConfig
+from sentinel.core.detectors.depth import DepthConfig
 from sentinel.core.detectors.grad_norm import NormConfig
+from sentinel.core.detectors.layer_band import BandConfig
+from sentinel.core.detectors.layer_outlier import OutlierConfig
 from sentinel.core.detectors.level_shift import ShiftConfig
+from sentinel.core.detectors.loss_scale import ScaleConfig
+from sentinel.core.detectors.loss_shape import ShapeConfig
 from sentinel.core.detectors.norm_band import NormBandConfig
+from sentinel.core.detectors.norm_trend import TrendConfig
+from sentinel.core.detectors.resources import ResourceConfig
 from sentinel.core.detectors.spike import SpikeConfig
+from sentinel.core.detectors.stale_grads import StaleConfig
+from sentinel.core.detectors.throughput import PaceConfig
 from sentinel.core.detectors.update_ratio import UpdateRatioConfig
 from sentinel.core.errors import ConfigError
 from sentinel.core.types import Mode, Severity
@@ -72,11 +81,13 @@ class RuleConfig:
 class Rules:
     """The rules, in the order of their precedence within one action.
 
-    The last four are flags: advice, never an action; their cooldown is how long one layer is not
-    flagged again, and how long after the last one the incident resolves.
+    From level_shift on they are flags: advice, never an action; their cooldown is how long one
+    layer is not flagged again, and how long after the last one the incident resolves. Two are off
+    by default: small batches swing, and long runs stand still, in perfect health.
 
     `for` of loss_spike counts spike steps of one incident, that of nonfinite_loss counts
-    non-finite losses in a row; all others count steps in a row in which the condition held.
+    non-finite losses in a row; all others count steps in a row in which the condition held (flags
+    that are looked at more rarely: see core/advice.py).
     """
 
     nonfinite_params: RuleConfig = RuleConfig(cooldown=16, severity=Severity.CRITICAL)
@@ -90,6 +101,20 @@ class Rules:
     attention_logit: RuleConfig = RuleConfig(cooldown=500)
     update_ratio: RuleConfig = RuleConfig(for_steps=3, cooldown=500)
     norm_band: RuleConfig = RuleConfig(for_steps=16, cooldown=500, severity=Severity.INFO)
+    layer_band: RuleConfig = RuleConfig(cooldown=500, severity=Severity.INFO)
+    layer_outlier: RuleConfig = RuleConfig(for_steps=2, cooldown=500, severity=Severity.INFO)
+    depth: RuleConfig = RuleConfig(for_steps=2, cooldown=500)
+    collapse: RuleConfig = RuleConfig(for_steps=3, cooldown=500)
+    norm_trend: RuleConfig = RuleConfig(cooldown=500)
+    rising_together: RuleConfig = RuleConfig(for_steps=32, cooldown=500)
+    stale_grads: RuleConfig = RuleConfig(cooldown=500)
+    loss_swing: RuleConfig = RuleConfig(mode=Mode.OFF, for_steps=32, cooldown=500)
+    loss_period: RuleConfig = RuleConfig(for_steps=32, cooldown=500)
+    loss_plateau: RuleConfig = RuleConfig(mode=Mode.OFF, cooldown=500)
+    loss_scale: RuleConfig = RuleConfig(cooldown=500)
+    clip_pressure: RuleConfig = RuleConfig(for_steps=64, cooldown=500)
+    headroom: RuleConfig = RuleConfig(for_steps=32, cooldown=500)
+    throughput: RuleConfig = RuleConfig(for_steps=32, cooldown=500)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +266,15 @@ class Policy:
     attention_logit: AttentionLogitConfig = field(default_factory=AttentionLogitConfig)
     update_ratio: UpdateRatioConfig = field(default_factory=UpdateRatioConfig)
     norm_band: NormBandConfig = field(default_factory=NormBandConfig)
+    layer_band: BandConfig = field(default_factory=BandConfig)
+    layer_outlier: OutlierConfig = field(default_factory=OutlierConfig)
+    depth: DepthConfig = field(default_factory=DepthConfig)
+    norm_trend: TrendConfig = field(default_factory=TrendConfig)
+    stale_grads: StaleConfig = field(default_factory=StaleConfig)
+    loss_shape: ShapeConfig = field(default_factory=ShapeConfig)
+    loss_scale: ScaleConfig = field(default_factory=ScaleConfig)
+    throughput: PaceConfig = field(default_factory=PaceConfig)
+    resources: ResourceConfig = field(default_factory=ResourceConfig)
     skip: SkipConfig = SkipConfig()
     rollback: RollbackConfig = RollbackConfig()
     lr: LrCutConfig = LrCutConfig()

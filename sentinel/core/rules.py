@@ -7,8 +7,8 @@ How a troubled step is settled, in this order:
 
 1. A person's order.
 2. A reason to roll back: non-finite parameters, the 3rd non-finite loss in a row, the 4th spike
-   step of an incident. At the 4th spike step the canary is heard: is its loss as it was, the data
-   are to blame, and nothing is rolled back. After a rollback without a canary the shield is up:
+   step of an incident. At the last two the canary is heard: is its loss as it was, the data are to
+   blame, and nothing is rolled back. After a rollback without a canary the shield is up:
    spike steps are skipped and do not climb the ladder until a quiet stretch has passed.
 3. A reason to skip: a non-finite loss or gradient, a norm far above its mean, a spike step.
    Skipping has bounds; at the bound the next rung of the ladder is taken, and where there is none
@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from sentinel.core.advice import Advised
 from sentinel.core.incidents import INSTABILITY, LEVEL_SHIFT, find
 from sentinel.core.judge import Judged, judge_loss
 from sentinel.core.policy import CanaryMode, Policy, RuleConfig, Rules
@@ -105,18 +106,33 @@ _NO_MEMORY = RuleMemory()
 
 def asks_canary(state: State, observation: Observation, policy: Policy) -> bool:
     """Whether this step's decision depends on the canary. Cheap on a calm step."""
-    ledger = state.ledger
-    rule = policy.rules.loss_spike
+    ledger, rules = state.ledger, policy.rules
+    if policy.canary.mode is CanaryMode.OFF or observation.blind or ledger.stopped:
+        return False
+    loss = observation.loss
+    if loss is not None and not math.isfinite(loss) and rules.nonfinite_loss.mode is not Mode.OFF:
+        if observation.params_finite is False and rules.nonfinite_params.mode is not Mode.OFF:
+            return False  # no question left
+        if _doubts(ledger, ledger.nonfinite_run + 1, rules):
+            return True
     if (
-        policy.canary.mode is CanaryMode.OFF
-        or rule.mode is Mode.OFF
-        or observation.blind
-        or ledger.stopped
+        rules.loss_spike.mode is Mode.OFF
         or ledger.verdict is not Verdict.NONE
-        or ledger.spike_count + 1 < rule.for_steps
+        or ledger.spike_count + 1 < rules.loss_spike.for_steps
     ):
         return False
     return judge_loss(state.stats, observation, policy)[1].hot
+
+
+def _doubts(ledger: Ledger, nonfinite_run: int, rules: Rules) -> bool:
+    """A long enough row of non-finite losses, and nobody has heard the canary about it.
+
+    What it said of an earlier spike of this incident was said of other weights.
+    """
+    needed = rules.nonfinite_loss.for_steps
+    if ledger.verdict is Verdict.DATA:
+        return nonfinite_run == needed
+    return nonfinite_run >= needed and ledger.verdict is Verdict.NONE
 
 
 def plan(state: State, observation: Observation, judged: Judged, policy: Policy) -> Plan:
@@ -205,8 +221,13 @@ def _settle(
         nonfinite_run >= rules.nonfinite_loss.for_steps
         and rules.nonfinite_loss.mode is not Mode.OFF
     ):
-        back = "nonfinite_loss"
-        back_reason = f"the loss was not finite {nonfinite_run} steps in a row"
+        if policy.canary.mode is CanaryMode.ON and _doubts(ledger, nonfinite_run, rules):
+            verdict = _hear(observation.canary, policy)
+        if verdict is not Verdict.DATA:
+            back = "nonfinite_loss"
+            back_reason = f"the loss was not finite {nonfinite_run} steps in a row"
+            if verdict is Verdict.WEIGHTS:
+                back_reason += f"; {_canary_text(observation.canary)}"
     elif hot and spike_count >= rules.loss_spike.for_steps:
         if rules.loss_spike.mode is not Mode.OFF:
             if policy.canary.mode is CanaryMode.ON and verdict is Verdict.NONE:
@@ -223,6 +244,8 @@ def _settle(
     skip, skip_reason, norm_run = _skip(
         ledger, observation, judged, policy, hot, spike_count, verdict
     )
+    if verdict is Verdict.DATA and skip in ("nonfinite_loss", "loss_outlier", "loss_spike"):
+        skip_reason += "; the canary blames the data"
     if norm_run != memory(ledger, "grad_norm").run:
         runs = (*runs, ("grad_norm", norm_run))
     accept_level = (
@@ -302,6 +325,10 @@ def _settle(
 
     fires = would >= Action.ROLLBACK or no_target or spent
     fires = fires or (hot and spike_count >= rules.loss_spike.for_steps)
+    fires = fires or (
+        nonfinite_run >= rules.nonfinite_loss.for_steps
+        and rules.nonfinite_loss.mode is not Mode.OFF
+    )
     return Plan(
         action,
         would,
@@ -398,10 +425,7 @@ def _skip(
         name = "loss_spike"  # waiting for the ladder; skipping is part of that rule
     else:
         return "", "", norm_run
-    reason = f"spike step {spike_count}: {_spike_text(judged)}"
-    if verdict is Verdict.DATA:
-        reason += "; the canary blames the data"
-    return name, reason, norm_run
+    return name, f"spike step {spike_count}: {_spike_text(judged)}", norm_run
 
 
 def _permits(rule: RuleConfig, ledger: Ledger, name: str, step: int) -> bool:
@@ -469,6 +493,7 @@ def _flags(
         or judged.odd_updates
         or judged.band
         or judged.shift.shifted
+        or judged.advice.raised
         or ledger.flagged
         or ledger.rules
     ):
@@ -537,7 +562,41 @@ def _flags(
                 judged.shift.drift,
             )
         )
+    if judged.advice.judged:
+        _advise(ledger, judged.advice, step, rules, runs, flags)
     return tuple(runs), tuple(flags)
+
+
+def _advise(
+    ledger: Ledger,
+    advised: Advised,
+    step: int,
+    rules: Rules,
+    runs: list[tuple[str, int]],
+    flags: list[Finding],
+) -> None:
+    """What was raised long enough becomes a finding; what was judged and not raised starts anew."""
+    held = {raised.key for raised in advised.raised}
+    runs += [
+        (name, 0)
+        for name, past in ledger.rules
+        if past.run and name in advised.judged and name not in held
+    ]
+    for raised in advised.raised:
+        rule: RuleConfig = getattr(rules, raised.key)
+        if rule.mode is Mode.OFF:
+            continue
+        run = 0
+        if rule.for_steps > 1:  # else there is nothing to remember
+            past = memory(ledger, raised.key).run
+            run = min(past + raised.steps, rule.for_steps)
+            if run != past:
+                runs.append((raised.key, run))
+        if rule.for_steps > max(run, 1):
+            continue
+        if fresh := _fresh(ledger, raised.key, raised.layers or (-1,), step, rules):
+            layers = fresh if raised.layers else ()
+            flags.append(Finding(raised.key, rule.severity, raised.summary, raised.value, layers))
 
 
 def _fresh(

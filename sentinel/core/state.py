@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sentinel.core.advice import AdviceState
 from sentinel.core.detectors.grad_norm import NormState
 from sentinel.core.detectors.level_shift import ShiftState
 from sentinel.core.detectors.spike import SpikeState
@@ -23,7 +24,7 @@ from sentinel.core.types import IncidentState, Severity, Verdict
 
 # Part of the protocol: a sidecar may decide only for a trainer with the same engine version.
 # Raise it with every change that can change a decision or the state's layout.
-ENGINE_VERSION = 2
+ENGINE_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Stats:
     norm: NormState = NormState()
     shape: tuple[int, ...] = ()  # the batch regime the norm baseline belongs to
     shape_age: int = 0  # steps in a row in which another regime was seen
+    advice: AdviceState = AdviceState()
 
 
 @dataclass(frozen=True, slots=True)

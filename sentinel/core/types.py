@@ -35,6 +35,10 @@ LAYER_ATTENTION_MAX_LOGIT = "layer_attention_max_logit"
 LAYER_ACTIVATION_RMS = "layer_activation_rms"
 LAYER_ACTIVATION_ABSMAX = "layer_activation_absmax"
 LAYER_ACTIVATION_SPREAD = "layer_activation_spread"
+# The layer table as the engine needs it, told once: the block a layer lies in, and a number that
+# layers of the same role in other blocks share; -1 for none.
+LAYER_BLOCK = "layer_block"
+LAYER_ROLE = "layer_role"
 
 # A row without a measurement: the maximum of nothing. nan means measured, and no number.
 NOT_MEASURED = -np.inf
@@ -157,7 +161,7 @@ class Observation:
         batch_id: the user's name for this batch, for the incident report.
         columns: per-layer data, see the module docstring.
         scalars: further numbers by name, as in the metric catalogue; "name/label" where a metric
-            has a label (memory_bytes/weights). No decision depends on them.
+            has a label (memory_bytes/weights). Advice may depend on them, an action never does.
     """
 
     step: int

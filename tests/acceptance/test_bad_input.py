@@ -492,9 +492,11 @@ POLICIES: dict[str, tuple[str, str]] = {
     "rule unknown": (
         "[rules.los_spike]\nmode = 'act'",
         (
-            "rules.los_spike is not a setting; rules has: attention_logit, grad_norm, level_shift, "
-            "loss_outlier, loss_spike, nonfinite_grad, nonfinite_loss, nonfinite_params, norm_band, "
-            "skip_bound, update_ratio"
+            "rules.los_spike is not a setting; rules has: attention_logit, clip_pressure, collapse, "
+            "depth, grad_norm, headroom, layer_band, layer_outlier, level_shift, loss_outlier, "
+            "loss_period, loss_plateau, loss_scale, loss_spike, loss_swing, nonfinite_grad, "
+            "nonfinite_loss, nonfinite_params, norm_band, norm_trend, rising_together, "
+            "skip_bound, stale_grads, throughput, update_ratio"
         ),
     ),
     "setting unknown": (

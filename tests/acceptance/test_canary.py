@@ -2,7 +2,8 @@
 
 Garbage and half-bad batches are blamed on the data: skipped, nothing rolled back, and the run ends
 bitwise as a hand-written loop that threw those batches away and never heard of a canary. Learning
-rate and weight faults are blamed on the weights: rolled back at the fourth spike step.
+rate and weight faults are blamed on the weights: rolled back at the fourth spike step. Losses that
+are no numbers are judged the same way, at the third.
 
 Seen red: with every verdict "data", with every verdict "weights", with a bound of 10 on the skips,
 with the RNG or the buffers not put back after asking, and with mode="off" (the last test).
@@ -20,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import sentinel_hooks
 from sentinel.core.types import Action, Verdict
 from tests.acceptance.oracle import Plan, World, digest, rescued
 from tests.acceptance.watched import (
@@ -175,6 +177,86 @@ def test_faults_of_the_weights_are_blamed_on_them_and_rolled_back(
         ),
     )
     assert run.everything() == oracle.everything()
+
+
+# ---- losses that are no numbers ----------------------------------------------------------
+
+
+class Regression:
+    """A small net, a noisy law, and inputs that may hold NaN."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.criterion = nn.MSELoss()
+        self._dice = torch.Generator().manual_seed(seed)
+        self._law = torch.randn(8, 4, generator=self._dice)
+
+    def batch(self, bad: bool) -> tuple[Tensor, Tensor]:
+        x = torch.randn(256, 8, generator=self._dice)
+        y = x @ self._law + 3.0 * torch.randn(256, 4, generator=self._dice)
+        return (x.masked_fill(x > 2.0, float("nan")) if bad else x), y
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.criterion(self.model(x), y).backward()
+        self.optimizer.step()
+
+    def digest(self) -> str:
+        return digest([p.detach() for p in self.model.parameters()])
+
+
+def regression_session(run: Regression, run_dir: Path, toml: str = "") -> Any:
+    return sentinel_hooks.attach(
+        model=run.model,
+        optimizer=run.optimizer,
+        loss_fn=run.criterion,
+        policy=policy("[snapshots]\nram_every = 20\nconfirm = 8\n" + toml),
+        sidecar=None,
+        run_dir=run_dir,
+    )
+
+
+def test_thirty_batches_with_nan_inputs_are_skipped_and_no_rollback_is_spent_on_them(
+    tmp_path: Path,
+) -> None:
+    bad = range(70, 100)
+    oracle, run = Regression(1), Regression(1)
+    session = regression_session(run, tmp_path)
+    verdicts = {}
+    for t in range(130):
+        x, y = oracle.batch(t in bad)
+        if t not in bad:
+            oracle.step(x, y)
+        run.step(*run.batch(t in bad))
+        verdicts[t] = session.state.ledger.verdict
+    firing = [i for i in session.state.ledger.incidents if i.key == "instability"]
+    session.detach()
+    assert rollbacks(session) == {}
+    assert skipped(session) == {"nonfinite_loss": 30}
+    assert verdicts[bad[1]] is Verdict.NONE
+    assert {verdicts[t] for t in bad[2:]} == {Verdict.DATA}
+    assert run.digest() == oracle.digest()
+    assert [(i.fired, i.resolved is not None) for i in firing] == [(bad[2], True)]
+
+
+def test_weights_that_make_the_loss_nan_are_rolled_back_at_the_third(tmp_path: Path) -> None:
+    run = Regression(2)
+    # Left to the loss alone: a check of the parameters would see it at the first.
+    session = regression_session(run, tmp_path, "[rules.nonfinite_params]\nmode = 'off'\n")
+    for t in range(110):
+        if t == 80:
+            with torch.no_grad():
+                run.model[0].weight[3] = float("nan")  # type: ignore[index]
+        run.step(*run.batch(False))
+    session.detach()
+    assert rollbacks(session) == {"nonfinite_loss/restored": 1}
+    action, rule, reason = actions(session)[82]
+    assert (action, rule) == (Action.ROLLBACK, "nonfinite_loss")
+    assert "the weights are to blame" in reason
+    assert skipped(session) == {"nonfinite_loss": 2}
+    assert all(bool(torch.isfinite(p).all()) for p in run.model.parameters())
 
 
 # ---- asking moves nothing --------------------------------------------------------------

@@ -28,6 +28,7 @@ from sentinel.core.types import (
     Observation,
     Outcome,
     Protection,
+    Severity,
     Verdict,
 )
 
@@ -254,6 +255,64 @@ def test_the_third_nonfinite_loss_in_a_row_rolls_back() -> None:
     run.calm(36)
     assert [run.step(NAN, NAN).action for _ in range(3)] == [SKIP, SKIP, BACK]
     assert run.decisions[-1].rule == "nonfinite_loss"
+
+
+def test_at_the_third_nonfinite_loss_the_canary_is_heard_and_bad_inputs_cost_no_rollback() -> None:
+    run = Run(SMALL)
+    run.canary = lambda: CanaryAnswer(20, 2.0, 2.0)
+    run.calm(36)
+    decisions = [run.step(NAN, NAN, params_finite=True) for _ in range(30)]
+    assert {d.action for d in decisions} == {SKIP}
+    assert run.asked == [38]
+    assert run.state.ledger.counters.rollbacks == ()
+    assert run.state.ledger.counters.lost_steps == 30
+    # A person is called at the third, and told why nothing is rolled back.
+    assert decisions[2].reason == "the loss is nan; the canary blames the data"
+    paged = incidents.find(run.state.ledger, incidents.INSTABILITY)
+    assert paged is not None
+    assert (paged.state, paged.fired) == (IncidentState.FIRING, 38)
+    assert paged.severity is Severity.CRITICAL
+    run.calm(10)
+    assert run.state.ledger.verdict is Verdict.NONE
+    assert incidents.find(run.state.ledger, incidents.INSTABILITY) is None
+    # What was skipped on its word does not count towards the bounds of what comes next.
+    assert [run.step(NAN, NAN).action for _ in range(3)] == [SKIP] * 3
+    assert run.asked == [38, 78]
+
+
+@pytest.mark.parametrize("now", [2.5, NAN, None])
+def test_at_the_third_nonfinite_loss_bad_weights_or_no_answer_roll_back(now: float | None) -> None:
+    run = Run(SMALL)
+    run.canary = lambda: None if now is None else CanaryAnswer(20, 2.0, now)
+    run.calm(36)
+    decisions = [run.step(NAN, NAN) for _ in range(3)]
+    assert [d.action for d in decisions] == [SKIP, SKIP, BACK]
+    assert decisions[-1].rule == "nonfinite_loss"
+    assert ("weights are to blame" in decisions[-1].reason) == (now is not None)
+    assert run.asked == [38]
+
+
+def test_what_the_canary_said_of_a_spike_is_not_taken_for_nonfinite_losses_after_it() -> None:
+    run = Run(SMALL)
+    answers = iter([CanaryAnswer(20, 2.0, 2.0), CanaryAnswer(20, 2.0, math.inf)])
+    run.canary = lambda: next(answers)
+    run.calm(36)
+    assert run.hot(4) == [SKIP] * 4
+    assert run.state.ledger.verdict is Verdict.DATA
+    assert [run.step(NAN, NAN).action for _ in range(3)] == [SKIP, SKIP, BACK]
+    assert run.asked == [39, 42]
+
+
+def test_parameters_that_are_known_to_be_bad_and_a_rule_that_is_off_ask_no_canary() -> None:
+    run = Run(SMALL + "[rules.nonfinite_params]\ncooldown = 5\n")
+    run.calm(36)
+    assert run.step(NAN, NAN, params_finite=False).rule == "nonfinite_params"
+    assert run.asked == []
+    run = Run(SMALL.replace("[rules.nonfinite_loss]", "[rules.nonfinite_loss]\nmode = 'off'"))
+    run.calm(36)
+    for _ in range(3):
+        run.step(NAN, 1.0)
+    assert run.asked == []
 
 
 def test_nonfinite_parameters_roll_back_at_once() -> None:

@@ -300,7 +300,7 @@ def test_the_curve_of_a_million_steps_is_there_at_once(
 def test_every_scalars_segment_starts_with_the_state_before_its_first_record(
     tmp_path: Path,
 ) -> None:
-    recorder = new_recorder(tmp_path, segment_bytes=4000)
+    recorder = new_recorder(tmp_path, segment_bytes=8000)
     record(recorder, 0, 120, events=7)
     recorder.close()
     paths = [path for _, path in list_segments(recorder.directory, "scalars")]

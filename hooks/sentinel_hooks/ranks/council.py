@@ -54,6 +54,7 @@ class Note(msgspec.Struct, omit_defaults=True):
         unsaved: one that is not, and why.
         state: bytes of engine state that follow in a broadcast: the run was restarted.
         restore: a rollback that the process before had decided and not done, and its rule.
+        scalars: those that advice depends on, as rank 0 has them.
     """
 
     lr: float | None = None
@@ -66,6 +67,7 @@ class Note(msgspec.Struct, omit_defaults=True):
     unsaved: tuple[int, str] | None = None
     state: int = 0
     restore: tuple[int, str] | None = None
+    scalars: dict[str, float] = {}
 
 
 @dataclass(slots=True)

@@ -35,8 +35,10 @@ import numpy.typing as npt
 from sentinel.core import bounds
 from sentinel.core.types import NOT_MEASURED, Column
 
-Blocks = npt.NDArray[np.intp]
+Blocks = npt.NDArray[np.int_]
 Matrix = npt.NDArray[np.float64]
+MIXING = 10.0  # gain of a product of mappings that is flagged
+MOST = 64  # blocks that are compared in pairs; of more, an even selection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +48,16 @@ class DepthConfig:
     Attributes:
         total: growth, or decay, over the whole depth at which it is flagged.
         least: blocks that are needed before a slope means anything.
-        mixing: gain of a product of mappings at which it is flagged.
     """
 
     total: float = 100.0
     least: int = 4
-    mixing: float = 10.0
 
     def __post_init__(self) -> None:
         bounds.check(
             "depth",
             total=(self.total, 1.0, 1e12),
             least=(self.least, 3, 1_000_000),
-            mixing=(self.mixing, 1.0, 1e12),
         )
 
 
@@ -91,6 +90,8 @@ def judge(column: Column, blocks: Blocks, config: DepthConfig) -> DepthReading:
     place = np.flatnonzero(np.isfinite(values) & (values > 0))
     if len(place) < config.least:
         return _ABSENT
+    if len(place) > MOST:
+        place = place[np.linspace(0, len(place) - 1, MOST).astype(np.intp)]
     y = np.log(values[place])
     i, j = np.triu_indices(len(place), 1)
     slope = float(np.median((y[j] - y[i]) / (place[j] - place[i])))
@@ -123,6 +124,6 @@ def mixing_gain(mappings: Sequence[Matrix]) -> tuple[float, float]:
     return float(size.sum(1).max()), float(size.sum(0).max())
 
 
-def mixing_flagged(gains: tuple[float, float], config: DepthConfig) -> bool:
-    """Either direction amplifies by `mixing` and more; nan counts as that."""
-    return any(not value < config.mixing for value in gains)
+def mixing_flagged(gains: tuple[float, float], limit: float = MIXING) -> bool:
+    """Either direction amplifies by `limit` and more; nan counts as that."""
+    return any(not value < limit for value in gains)

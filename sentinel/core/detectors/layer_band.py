@@ -1,34 +1,44 @@
 """Layer-band detector: which layer left its own band first?
 
-    observe(state, column, config) -> (next state, BandReading(out, first))
+    observe(state, column, step, config) -> (next state, BandReading(out, first))
 
 Each layer has a band of its own: the running mean of ln(value), and the running mean of the
 distance from it. A layer is out when it is `width` such distances and a factor `factor` above the
 mean, or not finite. When trouble begins, many layers leave within a step or two, and the one that
-blew up first is what a person wants to know: of those out at the first step of an episode, that is
-the first in the order of the table, which for activations is the order of the forward pass.
+blew up first is what a person wants to know. Of those out at the first step of an episode, that is
+the first in the order of the table, where that is the order of the forward pass (activations), and
+the farthest one elsewhere.
 
-A layer that is out does not move its band, for at most `patience` steps: then the new level is
-taken for its own. The episode ends when no layer is out.
+A layer that is out does not move its band, for `patience` columns: then the new level is taken for
+its own. The episode ends when no layer is out. Every column is judged; after the warm-up the bands
+learn every EVERY steps, so that a calm step costs one comparison a layer.
 
 Shapes:  column float32 [L]; NOT_MEASURED rows are passed over.
-Units:   steps with a column.
-Purity:  state is an immutable value: means and distances as float32 bytes.
+Units:   warmup, patience [columns].
+Purity:  state is an immutable value: ln(mean) and distances as int16, in 1/1024.
 Errors:  BandConfig raises ConfigError. A column of another length starts anew.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from sentinel.core import bounds
-from sentinel.core.types import NOT_MEASURED, Column
+from sentinel.core.types import Column
 
-RATE = 1 / 16  # of the running means: a memory of about 16 steps
+RATE = 1 / 8  # of the running means
+EVERY = 16  # steps from one lesson to the next, once warm
 TOLD = 8  # layers that an episode remembers
+_SCALE = 1024.0  # what would move a mean by less than 1/2048 is lost
+_UNKNOWN = -(2**15)
+_LARGEST = float(np.finfo(np.float32).max)
+
+Int16 = npt.NDArray[np.int16]
+Float32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,58 +62,113 @@ class BandConfig:
 
 @dataclass(frozen=True, slots=True)
 class BandState:
-    """Means and mean distances of ln(value); `first` are the layers that opened the episode."""
+    """What the bands are.
+
+    Attributes:
+        seen: columns that were learned from.
+        mean, distance: of ln(value), int16 [L].
+        learned: step of the last lesson.
+        first: the layers that opened the episode.
+        out_for: columns in a row with a layer out.
+    """
 
     seen: int = 0
     mean: bytes = b""
     distance: bytes = b""
+    learned: int = 0
     first: tuple[int, ...] = ()
     out_for: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BandReading:
-    """`out`: farthest first; `first`: who left first in this episode, in the table's order."""
+    """`out`: farthest first; `first`: who left first in this episode."""
 
     out: tuple[int, ...] = ()
     first: tuple[int, ...] = ()
 
 
-def observe(state: BandState, column: Column, config: BandConfig) -> tuple[BandState, BandReading]:
-    """Judge a column against the bands, then let it move them."""
-    measured = column != NOT_MEASURED
-    with np.errstate(divide="ignore", invalid="ignore"):
-        y = np.log(column.astype(np.float64)).astype(np.float32)
-    usual = measured & np.isfinite(y)
-    if len(state.mean) != 4 * len(column):
-        mean = np.where(usual, y, np.float32(np.nan))
-        fresh = BandState(1, mean.tobytes(), np.zeros(len(column), np.float32).tobytes())
-        return fresh, BandReading()
-    mean = np.frombuffer(state.mean, np.float32)
-    distance = np.frombuffer(state.distance, np.float32)
+_INSIDE = BandReading()
+
+
+def observe(
+    state: BandState, column: Column, step: int, config: BandConfig, *, forward: bool = True
+) -> tuple[BandState, BandReading]:
+    """Judge a column against the bands, then let it move them.
+
+    Args:
+        forward: the order of the table is the order in which values come about.
+    """
+    if len(state.mean) != 2 * len(column):
+        y, usual = _logs(column)
+        start = _packed(np.where(usual, y, np.float32(np.nan)))
+        return BandState(1, start, bytes(len(start)), step), _INSIDE
+    armed = state.seen >= config.warmup
+    out: npt.NDArray[np.bool_] | None = None
+    if armed:
+        limit = _limits(state.mean, state.distance, config.width, config.factor)
+        inside = column <= limit  # what was not measured lies below; nan does not
+        if np.count_nonzero(inside) < len(inside):  # a fifth of what all() takes
+            out = ~inside
+    if out is None and armed and step - state.learned < EVERY:
+        if state.out_for:
+            state = replace(state, first=(), out_for=0)
+        return state, _INSIDE
+
+    y, usual = _logs(column)
+    mean, distance = _unpacked(state.mean), _unpacked(state.distance)
     known = np.isfinite(mean)
     away = np.where(usual & known, y - mean, np.float32(0.0))
-    band = np.maximum(config.width * distance, np.float32(np.log(config.factor)))
-    broken = measured & ~np.isfinite(column)
-    out = np.zeros(len(column), bool)
-    if state.seen >= config.warmup and state.out_for < config.patience:
-        out = broken | (usual & known & (away > band))
-    move = usual & ~out
+    adopted = out is not None and state.out_for >= config.patience
+    if adopted:
+        assert out is not None
+        mean = np.where(out & usual, y, mean)
+        away = np.where(out, np.float32(0.0), away)
+        out = None
+    move = usual if out is None else usual & ~out
     new_mean = np.where(move, np.where(known, mean + RATE * away, y), mean)
     new_distance = np.where(move & known, distance + RATE * (np.abs(away) - distance), distance)
-    indices = np.flatnonzero(out)
-    excess = np.where(broken, np.inf, away - band)[indices]
-    worst = tuple(indices[np.argsort(-excess, kind="stable")].tolist())
-    first = (state.first or tuple(indices[:TOLD].tolist())) if worst else ()
+    first: tuple[int, ...] = ()
+    worst: tuple[int, ...] = ()
+    if out is not None:
+        at = np.flatnonzero(out)
+        band = np.maximum(config.width * distance, np.float32(np.log(config.factor)))
+        excess = np.where(usual, away - band, np.inf)[at]
+        worst = tuple(at[np.argsort(-excess, kind="stable")].tolist())
+        first = state.first or (tuple(at[:TOLD].tolist()) if forward else worst[:TOLD])
     following = BandState(
         state.seen + 1,
-        _bytes(new_mean),
-        _bytes(new_distance),
+        _packed(new_mean),
+        _packed(new_distance),
+        step,
         first,
         state.out_for + 1 if worst else 0,
     )
-    return following, BandReading(worst, first)
+    return following, BandReading(worst, first) if worst else _INSIDE
 
 
-def _bytes(values: npt.NDArray[np.float32]) -> bytes:
-    return values.astype(np.float32).tobytes()
+def _logs(column: Column) -> tuple[Float32, npt.NDArray[np.bool_]]:
+    """(ln, where it is a number)."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        y: Float32 = np.log(column)
+    return y, np.isfinite(y)
+
+
+@lru_cache(maxsize=32)  # bytes keep their own hash: on calm steps this is a look-up
+def _limits(mean: bytes, distance: bytes, width: float, factor: float) -> Float32:
+    """What a layer may reach; the largest finite number where no band is known."""
+    band = np.maximum(width * _unpacked(distance), np.float32(np.log(factor)))
+    exponent = np.minimum(_unpacked(mean) + band, np.float32(88.0))
+    limit = np.where(np.isfinite(exponent), np.exp(exponent), _LARGEST).astype(np.float32)
+    limit.flags.writeable = False
+    return limit
+
+
+def _packed(values: npt.NDArray[np.floating]) -> bytes:
+    whole = np.clip(np.rint(values * _SCALE), -(2**15) + 1, 2**15 - 1)
+    return np.where(np.isfinite(values), whole, _UNKNOWN).astype("<i2").tobytes()
+
+
+def _unpacked(data: bytes) -> Float32:
+    whole: Int16 = np.frombuffer(data, "<i2")
+    return np.where(whole == _UNKNOWN, np.float32(np.nan), whole / np.float32(_SCALE))

@@ -50,7 +50,7 @@ class OutlierReading:
     low: tuple[int, ...] = ()
 
 
-def judge(column: Column, roles: npt.NDArray[np.intp], config: OutlierConfig) -> OutlierReading:
+def judge(column: Column, roles: npt.NDArray[np.int_], config: OutlierConfig) -> OutlierReading:
     """Layers that stand out from their role."""
     with np.errstate(invalid="ignore"):
         there = np.flatnonzero(np.isfinite(column) & (column > 0) & (roles >= 0))

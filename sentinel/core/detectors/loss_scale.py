@@ -1,6 +1,8 @@
 """Loss-scale detector: does the gradient scaler's scale collapse?
 
-    observe(state, scale, config) -> (next state, ScaleReading(collapsing, halvings))
+    observe(state, scales, config) -> (next state, ScaleReading(collapsing, halvings))
+
+Takes the scales of the steps since it was last asked, one or many.
 
 A scaler halves its scale now and then, after an overflow, and doubles it after 2,000 quiet steps.
 Several halvings within a short time are no probing of the limit: activations or gradients really
@@ -8,12 +10,13 @@ overflow, and at a scale under 1 fp16 gradients vanish.
 
 Units:   halvings within `window` steps, net of doublings.
 Purity:  state is an immutable value of bounded size.
-Errors:  ScaleConfig raises ConfigError. No scaler is None, and says nothing.
+Errors:  ScaleConfig raises ConfigError. Without a scaler there are none to give.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sentinel.core import bounds
@@ -43,9 +46,9 @@ class ScaleConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScaleState:
-    """The last scales, oldest first."""
+    """The scales of the window as (value, number of its last step), oldest first; steps seen."""
 
-    scales: tuple[float, ...] = ()
+    runs: tuple[tuple[float, int], ...] = ()
     seen: int = 0
 
 
@@ -58,14 +61,22 @@ class ScaleReading:
 
 
 def observe(
-    state: ScaleState, scale: float | None, config: ScaleConfig
+    state: ScaleState, scales: Sequence[float], config: ScaleConfig
 ) -> tuple[ScaleState, ScaleReading]:
-    """Take in one step."""
-    if scale is None:
+    """Take in the scales of the steps since the last call; judged at the newest."""
+    if not scales:
         return state, ScaleReading()
-    seen = state.seen + 1
-    scales = (*state.scales, scale)[-config.window :] if seen > config.settle else (scale,)
-    highest = max(scales)
-    halvings = math.log2(highest / scale) if scale > 0 else math.inf
-    collapsing = halvings >= config.halvings or scale < config.least
-    return ScaleState(scales, seen), ScaleReading(collapsing, halvings)
+    runs, seen = list(state.runs), state.seen
+    for scale in scales:
+        seen += 1
+        if seen <= config.settle:
+            runs = []
+        if runs and runs[-1][0] == scale:
+            runs[-1] = (scale, seen)
+        else:
+            runs.append((scale, seen))
+    runs = [run for run in runs if run[1] > seen - config.window]
+    newest = runs[-1][0]
+    halvings = math.log2(max(v for v, _ in runs) / newest) if newest > 0 else math.inf
+    collapsing = halvings >= config.halvings or newest < config.least
+    return ScaleState(tuple(runs), seen), ScaleReading(collapsing, halvings)

@@ -1,6 +1,9 @@
 """Norm-trend detector: does the gradient norm rise steadily, and the loss with it?
 
-    observe(state, norm, loss, config) -> (next state, TrendReading(rising, ratio, together))
+    observe(state, pairs, config) -> (next state, TrendReading(rising, ratio, together))
+
+Takes the (norm, loss) of the steps since it was last asked, one or many, and judges once, at the
+newest.
 
 Steadily: the medians of `segments` segments of `length` steps each rise from one to the next, all
 but one of them, and the last is `factor` times the first. A single spike moves no median. The
@@ -11,13 +14,15 @@ for both, by `loss_rise` and `norm_rise`. The reading behind it: the update dire
 
 Units:   norm as measured; loss [nats/token]; ratio = last median / first median.
 Purity:  state is an immutable value of bounded size.
-Errors:  TrendConfig raises ConfigError. Values that are not finite are passed over.
+Errors:  TrendConfig raises ConfigError. Norms that are not finite are to be left out; a loss that
+         was not measured, or is not finite, is None.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sentinel.core import bounds
@@ -67,30 +72,31 @@ class TrendReading:
 
 
 def observe(
-    state: TrendState, norm: float | None, loss: float | None, config: TrendConfig
+    state: TrendState, pairs: Sequence[tuple[float, float | None]], config: TrendConfig
 ) -> tuple[TrendState, TrendReading]:
-    """Take in one step."""
-    if norm is None or not math.isfinite(norm):
+    """Take in (norm, loss) of the steps since the last call."""
+    if not pairs:
         return state, TrendReading()
-    medians, filling = state.medians, (*state.filling, norm)
-    if len(filling) == config.length:
-        medians = (*medians, median(sorted(filling)))[-config.segments :]
-        filling = ()
-    losses, norms = state.losses, state.norms
-    if loss is not None and math.isfinite(loss):
-        losses = (*losses, loss)[-config.short :]
-        norms = (*norms, norm)[-config.short :]
+    medians, filling = state.medians, [*state.filling, *[norm for norm, _ in pairs]]
+    length = config.length
+    while len(filling) >= length:
+        medians = (*medians, median(sorted(filling[:length])))[-config.segments :]
+        filling = filling[length:]
+    both = [(loss, norm) for norm, loss in pairs if loss is not None]
+    losses = (*state.losses, *[loss for loss, _ in both])[-config.short :]
+    norms = (*state.norms, *[norm for _, norm in both])[-config.short :]
     rising, ratio = False, math.nan
     if len(medians) == config.segments and medians[0] > 0:
-        ups = sum(b > a for a, b in itertools.pairwise(medians))
         ratio = medians[-1] / medians[0]
-        rising = ups >= config.segments - 2 and ratio >= config.factor
+        if ratio >= config.factor:
+            ups = sum(b > a for a, b in itertools.pairwise(medians))
+            rising = ups >= config.segments - 2
     together = (
         len(losses) == config.short
-        and _rise(losses) >= config.loss_rise
         and _rise(norms) >= config.norm_rise
+        and _rise(losses) >= config.loss_rise
     )
-    return TrendState(medians, filling, losses, norms), TrendReading(rising, ratio, together)
+    return TrendState(medians, tuple(filling), losses, norms), TrendReading(rising, ratio, together)
 
 
 def _rise(values: tuple[float, ...]) -> float:

@@ -1,6 +1,8 @@
 """Stale-gradient detector: was `zero_grad` forgotten?
 
-    observe(state, norm, config) -> (next state, StaleReading(flagged, fit))
+    observe(state, norms, config) -> (next state, StaleReading(flagged, fit))
+
+Takes the norms of the steps since it was last asked, one or many.
 
 Gradients that nobody drops add up: while they still point the same way, the norm grows in
 proportion to the steps, along a straight line through its window, where a healthy norm scatters
@@ -16,6 +18,7 @@ Errors:  StaleConfig raises ConfigError. A norm that is not finite empties the w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sentinel.core import bounds
@@ -40,35 +43,43 @@ class StaleConfig:
 
 @dataclass(frozen=True, slots=True)
 class StaleState:
-    """The last norms, oldest first."""
+    """The last norms, oldest first; one less than the window."""
 
     norms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StaleReading:
-    """`fit` is nan while the window fills."""
+    """`fit` is that of the last window that had grown enough, nan where none had."""
 
     flagged: bool = False
     fit: float = math.nan
 
 
 def observe(
-    state: StaleState, norm: float | None, config: StaleConfig
+    state: StaleState, norms: Sequence[float], config: StaleConfig
 ) -> tuple[StaleState, StaleReading]:
-    """Take in one step."""
-    if norm is None:
-        return state, StaleReading()
-    if not math.isfinite(norm):
-        return StaleState(), StaleReading()
-    norms = (*state.norms, norm)[-config.window :]
-    if len(norms) < config.window:
-        return StaleState(norms), StaleReading()
-    n = len(norms)
+    """Take in the norms of the steps since the last call; every place of the window is judged."""
+    n = config.window
+    seen = list(state.norms)
+    flagged, fit = False, math.nan
+    for norm in norms:
+        if not math.isfinite(norm):
+            seen = []
+            continue
+        seen.append(norm)
+        # The growth is the cheap part of the question, and hardly ever there.
+        if len(seen) >= n and norm >= config.growth * seen[-n]:
+            fit = _fit(seen[-n:])
+            flagged = flagged or fit >= config.fit
+    return StaleState(tuple(seen[1 - n :])), StaleReading(flagged, fit)
+
+
+def _fit(norms: list[float]) -> float:
+    """R^2 of a rising line; 0 for a falling one."""
+    n, largest = len(norms), max(norms)
+    norms = [v / largest for v in norms] if largest > 0 else norms  # squares must not overflow
     middle_t, middle = (n - 1) / 2, sum(norms) / n
-    along = sum((t - middle_t) * (v - middle) for t, v in enumerate(norms))
-    spread_t = sum((t - middle_t) ** 2 for t in range(n))
-    spread = sum((v - middle) ** 2 for v in norms)
-    fit = along * along / (spread_t * spread) if spread > 0 else 0.0
-    flagged = along > 0 and fit >= config.fit and norms[-1] >= config.growth * norms[0]
-    return StaleState(norms), StaleReading(flagged, fit)
+    along = sum([(t - middle_t) * (v - middle) for t, v in enumerate(norms)])
+    spread = sum([(v - middle) * (v - middle) for v in norms])
+    return along * along * 12 / (n * (n * n - 1) * spread) if spread > 0 and along > 0 else 0.0

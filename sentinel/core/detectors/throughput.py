@@ -1,23 +1,26 @@
 """Throughput detector: has training become lastingly slower?
 
-    observe(state, tokens_per_second, config) -> (next state, PaceReading(slow, ratio))
+    observe(state, rates, config) -> (next state, PaceReading(slow, ratio))
 
-The median of the last `recent` steps against the median of the `window` steps before them: an
-evaluation or a checkpoint in between moves no median. After `patience` slow steps the new pace is
-taken for the usual one.
+Takes the rates of the steps since it was last asked, one or many. Every `recent` steps their median
+is compared with the median of such medians over the `window` steps before them: an evaluation or a
+checkpoint in between moves no median. What is slow does not become usual, for `patience` steps;
+then the new pace is taken for the usual one.
 
-Units:   tokens / s, or any rate; ratio to the usual one.
+Units:   tokens / s, or any rate; ratio to the usual one; window, recent, patience [steps].
 Purity:  state is an immutable value of bounded size.
-Errors:  PaceConfig raises ConfigError.
+Errors:  PaceConfig raises ConfigError. Rates that are not positive numbers are to be left out.
 Source:  20 % is beyond the jitter of a shared cluster.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sentinel.core import bounds
+from sentinel.core.errors import ConfigError
 from sentinel.core.windows import median
 
 
@@ -38,41 +41,57 @@ class PaceConfig:
             drop=(self.drop, 0.0, 1.0),
             patience=(self.patience, 1, 1_000_000),
         )
+        if self.window < 2 * self.recent:
+            raise ConfigError(
+                f"throughput.window must be at least twice throughput.recent ({self.recent} "
+                f"steps), got {self.window}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class PaceState:
-    """Rates that count as usual, and those of the last steps; oldest first."""
+    """What the detector remembers.
+
+    Attributes:
+        usual: medians of the segments that count as usual, oldest first.
+        filling: rates of the segment that is being filled.
+        slow_for: segments in a row that were slow.
+        ratio: of the last whole segment; nan is written as 0.
+    """
 
     usual: tuple[float, ...] = ()
-    last: tuple[float, ...] = ()
+    filling: tuple[float, ...] = ()
     slow_for: int = 0
+    ratio: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PaceReading:
-    """`ratio` is nan until there is a usual pace."""
+    """`ratio` is nan until there is a usual pace; between two segments the last answer stands."""
 
     slow: bool = False
     ratio: float = math.nan
 
 
 def observe(
-    state: PaceState, rate: float | None, config: PaceConfig
+    state: PaceState, rates: Sequence[float], config: PaceConfig
 ) -> tuple[PaceState, PaceReading]:
-    """Take in one step."""
-    if rate is None or not math.isfinite(rate) or rate <= 0:
+    """Take in the rates since the last call; all finite and positive."""
+    if not rates:
         return state, PaceReading()
-    last = (*state.last, rate)
-    usual = state.usual
-    slow, ratio = False, math.nan
-    if len(usual) >= config.window // 2 and len(last) > config.recent:
-        ratio = median(sorted(last[-config.recent :])) / median(sorted(usual))
-        slow = ratio < 1.0 - config.drop
-    if slow and state.slow_for >= config.patience:
-        return PaceState(last[-config.recent :]), PaceReading(slow, ratio)
-    if len(last) > config.recent:
-        if not slow:  # what is slow shall not become usual while it is told
-            usual = (*usual, last[0])[-config.window :]
-        last = last[1:]
-    return PaceState(usual, last, state.slow_for + 1 if slow else 0), PaceReading(slow, ratio)
+    usual, slow_for, ratio = state.usual, state.slow_for, state.ratio
+    filling = [*state.filling, *rates]
+    while len(filling) >= config.recent:
+        now = median(sorted(filling[: config.recent]))
+        filling = filling[config.recent :]
+        known = len(usual) * config.recent >= config.window // 2
+        ratio = now / median(sorted(usual)) if known else 0.0
+        if not known or ratio >= 1.0 - config.drop:
+            slow_for = 0
+            usual = (*usual, now)[-(config.window // config.recent) :]
+        else:
+            slow_for += 1
+            if slow_for * config.recent > config.patience:
+                usual, slow_for = (now,), 0
+    following = PaceState(usual, tuple(filling), slow_for, ratio)
+    return following, PaceReading(slow_for > 0, ratio or math.nan)

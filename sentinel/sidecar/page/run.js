@@ -264,7 +264,7 @@ export class RunView {
           silenced ? badge(["z", "mute", `silenced until ${new Date(i.silenced_until * 1000).toLocaleTimeString()}`]) : null),
         h("p", {}, i.summary),
         h("p", { class: "mute" }, `${i.steps} troubled ${i.steps === 1 ? "step" : "steps"}, ${i.opened === i.last ? `at step ${step(i.opened)}` : `from step ${step(i.opened)} to ${step(i.last)}`}${i.resolved === null || i.resolved === undefined ? "" : `; over at step ${step(i.resolved)}`}`),
-        layers.length ? h("p", {}, `Layers: ${layers.slice(0, 6).join(", ")}${layers.length > 6 ? ` and ${layers.length - 6} more` : ""}`) : null,
+        layers.length ? h("p", {}, `${i.key === "instability" ? "First out of its own band" : "Layers"}: ${layers.slice(0, 6).join(", ")}${layers.length > 6 ? ` and ${layers.length - 6} more` : ""}`) : null,
         done.length ? h("div", {}, "What was done:", h("ul", {}, done.slice(-8).map((text) => h("li", {}, text)))) : h("p", { class: "mute" }, "Nothing was done about it: it is advice."),
         ADVICE[i.key] ? h("p", { class: "note" }, ADVICE[i.key]) : null,
         open && access.orders && !this.about.watched ? h("div", { class: "row" },

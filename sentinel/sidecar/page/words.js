@@ -90,6 +90,20 @@ const KEYS = {
   attention_logit: "Attention logits too large",
   update_ratio: "Update-to-weight ratio out of line",
   norm_band: "Gradient norm outside its healthy band",
+  layer_band: "A layer left its own band",
+  layer_outlier: "A layer unlike its like",
+  depth: "Signals grow or die with depth",
+  collapse: "A block makes all tokens alike",
+  norm_trend: "Gradient norm rises steadily",
+  rising_together: "Loss and gradient norm rise together",
+  stale_grads: "Gradients pile up",
+  loss_swing: "The loss swings",
+  loss_period: "The loss spikes at regular steps",
+  loss_plateau: "The loss stands still",
+  loss_scale: "The loss scale collapses",
+  clip_pressure: "Clipping never ends",
+  headroom: "Little memory is left",
+  throughput: "Training has become slower",
 };
 export const title = (key) => KEYS[key] ?? key.replaceAll("_", " ").replace(/^./, (c) => c.toUpperCase());
 
@@ -98,6 +112,20 @@ export const ADVICE = {
   level_shift: "Look for a change of the data or the learning rate at that step. Acknowledge it once it is explained.",
   update_ratio: "Look at the learning rate and the initial scale of the named layers.",
   norm_band: "1 to 10 is usual; above 50 a scale in the architecture is set wrong.",
+  layer_band: "Look at the named layers before the others: their scale, their input, their learning rate.",
+  layer_outlier: "Far above its like: its scale or learning rate is wrong. Far below: it chokes the backward path; add a skip connection or move the normalisation.",
+  depth: "Scale residual branches by (2 x blocks)^-1/2 or start them near zero, and look for a missing normalisation.",
+  collapse: "Another activation, normalisation or residual connection in the named blocks.",
+  norm_trend: "Look at the residual initialisation, and for a missing normalisation or QK-Norm.",
+  rising_together: "The update direction oscillates: look at the residual scale and the length of the warm-up.",
+  stale_grads: "Call zero_grad once per optimizer step.",
+  loss_swing: "Lower the learning rate, or use larger micro-batches.",
+  loss_period: "Divide the loss by the number of accumulated micro-batches, or look at how the data repeat.",
+  loss_plateau: "Raise the learning rate; look for a missing zero_grad, saturated activations and the initialisation.",
+  loss_scale: "Activations or gradients overflow: look at the residual scale and the learning rate, or use bf16.",
+  clip_pressure: "The steps are not those of your learning rate: lower it, or raise the limit.",
+  headroom: "Keep 15 % free for peaks of communication: smaller micro-batches, or shard more.",
+  throughput: "Look at recomputation, gradient synchronisation and the interconnect.",
 };
 
 const DONE = { skip_step: "skipped", rollback: "rolled back", halt: "halted" };

@@ -44,12 +44,13 @@ def f32(values: Any) -> Any:
     return np.asarray(values, dtype=np.float32)
 
 
-def ever(module: Any, state: Any, config: Any, series: Any, flag: Callable[[Any], bool]) -> bool:
-    """Was it flagged at any step?"""
-    flagged = False
-    for values in series:
-        values = values if isinstance(values, tuple) else (values,)
-        state, reading = module.observe(state, *values, config)
+def ever(
+    module: Any, state: Any, config: Any, series: Any, flag: Callable[[Any], bool], block: int = 1
+) -> bool:
+    """Was it flagged at any step, when asked every `block` steps?"""
+    series, flagged = list(series), False
+    for at in range(0, len(series), block):
+        state, reading = module.observe(state, series[at : at + block], config)
         flagged = flagged or flag(reading)
     return flagged
 
@@ -68,7 +69,7 @@ def over_depth(rng: Rng, rho: float) -> bool:
 def mixing(rng: Rng, strength: float) -> bool:
     maps = [np.eye(4) + strength * np.abs(rng.normal(size=(4, 4))) for _ in range(30)]
     maps = [m / (m.sum(1, keepdims=True) if strength == 0.05 else 1.0) for m in maps]
-    return depth.mixing_flagged(depth.mixing_gain(maps), depth.DepthConfig())
+    return depth.mixing_flagged(depth.mixing_gain(maps))
 
 
 def outlier(rng: Rng, factor: float) -> bool:
@@ -91,8 +92,11 @@ def left_band(rng: Rng, factor: float) -> bool:
                 column[7:] *= factor
             yield column
 
-    config = layer_band.BandConfig()
-    return ever(layer_band, layer_band.BandState(), config, series(), lambda r: bool(r.out))
+    config, state, out = layer_band.BandConfig(), layer_band.BandState(), False
+    for step, column in enumerate(series()):
+        state, reading = layer_band.observe(state, column, step, config)
+        out = out or bool(reading.out)
+    return out
 
 
 def rising_norm(rng: Rng, growth: float) -> bool:
@@ -254,7 +258,7 @@ def test_mixing_gain_is_that_of_the_product() -> None:
         np.abs(product).sum(1).max(),
         np.abs(product).sum(0).max(),
     )
-    assert depth.mixing_flagged((math.nan, 1.0), depth.DepthConfig())
+    assert depth.mixing_flagged((math.nan, 1.0))
 
 
 def test_the_layer_that_left_first_is_remembered_until_all_are_back() -> None:
@@ -262,16 +266,42 @@ def test_the_layer_that_left_first_is_remembered_until_all_are_back() -> None:
     state = layer_band.BandState()
     calm = f32([1.0, 2.0, 3.0, NOT_MEASURED])
     for t in range(20):
-        state, reading = layer_band.observe(state, calm * (1 + 0.01 * (t % 3)), config)
+        state, reading = layer_band.observe(state, calm * (1 + 0.01 * (t % 3)), t, config)
         assert reading == layer_band.BandReading()
-    state, reading = layer_band.observe(state, f32([1.0, 200.0, 3.0, NOT_MEASURED]), config)
+    one, two = f32([1.0, 200.0, 3.0, NOT_MEASURED]), f32([1e6, 200.0, math.nan, NOT_MEASURED])
+    state, reading = layer_band.observe(state, one, 20, config)
     assert reading == layer_band.BandReading((1,), (1,))
-    state, reading = layer_band.observe(state, f32([1e6, 200.0, math.nan, NOT_MEASURED]), config)
+    state, reading = layer_band.observe(state, two, 21, config)
     assert reading == layer_band.BandReading((2, 0, 1), (1,))
-    state, reading = layer_band.observe(state, calm, config)
+    state, reading = layer_band.observe(state, calm, 22, config)
     assert reading == layer_band.BandReading()
-    state, reading = layer_band.observe(state, f32([50.0, 2.0, 3.0, NOT_MEASURED]), config)
+    state, reading = layer_band.observe(state, f32([50.0, 2.0, 3.0, NOT_MEASURED]), 23, config)
     assert reading.first == (0,)
+    infinite = f32([1.0, 2.0, math.inf, NOT_MEASURED])
+    assert layer_band.observe(state, infinite, 24, config)[1].out == (2,)
+
+
+def test_without_an_order_the_farthest_layer_is_the_first() -> None:
+    config, state = layer_band.BandConfig(warmup=8), layer_band.BandState()
+    for t in range(20):
+        state, _ = layer_band.observe(state, f32([1.0, 2.0, 3.0]), t, config, forward=False)
+    column = f32([50.0, 2.0, 3000.0])
+    _, reading = layer_band.observe(state, column, 20, config, forward=False)
+    assert reading.first == (2, 0)
+
+
+def test_a_warm_band_learns_every_few_steps_and_is_the_same_value_between() -> None:
+    config, state = layer_band.BandConfig(warmup=8), layer_band.BandState()
+    same = 0
+    for t in range(8 + 40):
+        before = state
+        state, _ = layer_band.observe(state, f32([1.0 + 0.1 * (t % 5)]), t, config)
+        same += state is before
+    assert same == 40 - 2  # it learns at steps 23 and 39
+    # The mean follows a slow drift all the same.
+    for t in range(48, 2000):
+        state, reading = layer_band.observe(state, f32([np.exp(0.005 * t)]), t, config)
+        assert not reading.out
 
 
 def test_a_new_level_is_a_layers_own_after_a_while() -> None:
@@ -280,65 +310,94 @@ def test_a_new_level_is_a_layers_own_after_a_while() -> None:
     outs = []
     for t in range(120):
         column = f32([1.0, 1.0 if t < 20 else 30.0])
-        state, reading = layer_band.observe(state, column, config)
+        state, reading = layer_band.observe(state, column, t, config)
         outs.append(bool(reading.out))
-    assert outs[20]
-    assert not any(outs[100:])
+    assert outs.index(True) == 20
+    assert outs.count(True) == 20
 
 
 @pytest.mark.parametrize(
-    ("module", "first", "config", "values"),
+    ("module", "first", "config", "value"),
     [
-        (layer_band, layer_band.BandState(), layer_band.BandConfig(), (f32([1.0, 2.0]),)),
-        (norm_trend, norm_trend.TrendState(), norm_trend.TrendConfig(), (2.0, 3.0)),
-        (loss_shape, loss_shape.ShapeState(), loss_shape.ShapeConfig(), (3.0,)),
-        (stale_grads, stale_grads.StaleState(), stale_grads.StaleConfig(), (2.0,)),
-        (loss_scale, loss_scale.ScaleState(), loss_scale.ScaleConfig(), (1024.0,)),
-        (throughput, throughput.PaceState(), throughput.PaceConfig(), (1e5,)),
+        (norm_trend, norm_trend.TrendState(), norm_trend.TrendConfig(), 2.0),
+        (loss_shape, loss_shape.ShapeState(), loss_shape.ShapeConfig(), 3.0),
+        (stale_grads, stale_grads.StaleState(), stale_grads.StaleConfig(), 2.0),
+        (loss_scale, loss_scale.ScaleState(), loss_scale.ScaleConfig(), 1024.0),
+        (throughput, throughput.PaceState(), throughput.PaceConfig(), 1e5),
     ],
     ids=lambda x: getattr(x, "__name__", "").rpartition(".")[2],
 )
 def test_states_are_bounded_values_that_survive_being_saved(
-    module: Any, first: Any, config: Any, values: tuple[Any, ...]
+    module: Any, first: Any, config: Any, value: float
 ) -> None:
     rng = np.random.default_rng(0)
     state, sizes = first, []
     for t in range(3000):
-        moved = tuple(v * float(np.exp(0.1 * rng.normal())) for v in values)
-        state, _ = module.observe(state, *moved, config)
+        moved: list[Any] = [value * float(np.exp(0.1 * rng.normal()))]
+        if module is norm_trend:
+            moved = [(moved[0], moved[0])]
+        state, _ = module.observe(state, moved, config)
         if t in (1500, 2999):
             saved = msgspec.msgpack.encode(state)
             sizes.append(len(saved))
             again = msgspec.msgpack.decode(saved, type=type(state))
             assert again == state
-            assert repr(module.observe(again, *moved, config)) == repr(
-                module.observe(state, *moved, config)
+            assert repr(module.observe(again, moved, config)) == repr(
+                module.observe(state, moved, config)
             )
     assert sizes[1] <= sizes[0] * 1.2
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_bands_are_bounded_values_that_survive_being_saved() -> None:
+    rng = np.random.default_rng(0)
+    config, state, sizes = layer_band.BandConfig(), layer_band.BandState(), []
+    for t in range(3000):
+        column = f32([1.0, 2.0] * np.exp(0.1 * rng.normal(size=2)))
+        state, _ = layer_band.observe(state, column, t, config)
+        if t in (1500, 2999):
+            saved = msgspec.msgpack.encode(state)
+            sizes.append(len(saved))
+            again = msgspec.msgpack.decode(saved, type=layer_band.BandState)
+            assert again == state
+            assert layer_band.observe(again, column, t + 1, config) == layer_band.observe(
+                state, column, t + 1, config
+            )
+    assert sizes[1] <= sizes[0] * 1.2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0])
 def test_no_value_raises_and_none_stays_for_good(bad: float) -> None:
-    for module, state, config, make in (
-        (norm_trend, norm_trend.TrendState(), norm_trend.TrendConfig(), lambda v: (v, v)),
-        (loss_shape, loss_shape.ShapeState(), loss_shape.ShapeConfig(), lambda v: (v,)),
-        (stale_grads, stale_grads.StaleState(), stale_grads.StaleConfig(), lambda v: (v,)),
-        (loss_scale, loss_scale.ScaleState(), loss_scale.ScaleConfig(), lambda v: (abs(v),)),
-        (throughput, throughput.PaceState(), throughput.PaceConfig(), lambda v: (v,)),
-        (layer_band, layer_band.BandState(), layer_band.BandConfig(), lambda v: (f32([v, 1]),)),
+    config, state = layer_band.BandConfig(), layer_band.BandState()
+    for t in range(400):
+        column = f32([bad if t in (0, 200) else 2.0 + 0.01 * (t % 5), 1])
+        state, reading = layer_band.observe(state, column, t, config)
+    assert not reading.out
+    stale = stale_grads.StaleState((1.0, 2.0))
+    if bad != 0.0:
+        stale, found = stale_grads.observe(stale, [bad], stale_grads.StaleConfig())
+        assert (stale, found.flagged) == (stale_grads.StaleState(), False)
+
+
+@pytest.mark.parametrize("block", [1, 7, 16])
+def test_how_many_steps_come_at_once_changes_what_is_judged_and_not_what_is_known(
+    block: int,
+) -> None:
+    rng = np.random.default_rng(4)
+    values = [float(v) for v in np.exp(0.1 * rng.normal(size=7 * 16 * 10))]
+    for module, state, config in (
+        (loss_scale, loss_scale.ScaleState(), loss_scale.ScaleConfig()),
+        (throughput, throughput.PaceState(), throughput.PaceConfig()),
+        (stale_grads, stale_grads.StaleState(), stale_grads.StaleConfig()),
+        (norm_trend, norm_trend.TrendState(), norm_trend.TrendConfig()),
     ):
-        for t in range(400):
-            value = bad if t == 200 and module is not loss_scale else 2.0 + 0.01 * (t % 5)
-            state, reading = module.observe(state, *make(value), config)  # type: ignore[attr-defined]
-        flags = [
-            getattr(reading, n)
-            for n in ("rising", "together", "swinging", "flagged", "slow")
-            if hasattr(reading, n)
-        ]
-        assert not any(flags), module
-        text = repr(state)
-        assert "nan" not in text or module is layer_band
-        assert "inf" not in text
+        series: Any = [(v, v) for v in values] if module is norm_trend else values
+        one: Any = state
+        many: Any = state
+        for value in series:
+            one, _ = module.observe(one, [value], config)  # type: ignore[attr-defined]
+        for at in range(0, len(series), block):
+            many, _ = module.observe(many, series[at : at + block], config)  # type: ignore[attr-defined]
+        assert many == one
 
 
 def test_what_was_not_measured_says_nothing() -> None:
@@ -347,8 +406,8 @@ def test_what_was_not_measured_says_nothing() -> None:
     assert not resources.clip_pressure(None, 0.1, config)
     assert resources.collapsed(f32([NOT_MEASURED, math.nan]), config) == ()
     state = throughput.PaceState()
-    assert throughput.observe(state, None, throughput.PaceConfig())[0] is state
-    assert loss_scale.observe(loss_scale.ScaleState(), None, loss_scale.ScaleConfig())[1] == (
+    assert throughput.observe(state, [], throughput.PaceConfig())[0] is state
+    assert loss_scale.observe(loss_scale.ScaleState(), [], loss_scale.ScaleConfig())[1] == (
         loss_scale.ScaleReading()
     )
 
@@ -364,6 +423,8 @@ def test_what_was_not_measured_says_nothing() -> None:
         (lambda: stale_grads.StaleConfig(fit=2.0), "stale_grads.fit must"),
         (lambda: loss_scale.ScaleConfig(window=1), "loss_scale.window must"),
         (lambda: throughput.PaceConfig(drop=2.0), "throughput.drop must"),
+        (lambda: throughput.PaceConfig(recent=100), "throughput.window must be at least twice"),
+        (lambda: loss_shape.ShapeConfig(length=129), "loss_shape.length must be at most"),
         (lambda: resources.ResourceConfig(headroom=2.0), "resources.headroom must"),
     ],
 )

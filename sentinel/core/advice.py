@@ -1,0 +1,420 @@
+"""Advice: what the flags' detectors say of a step. Never an action.
+
+    observe(state, observation, policy) -> (next state, Advised(judged, raised, first))
+    wants_layers(state)                    the layer table has not come yet: put it into the columns
+
+Which of what is raised becomes a finding is the rules' business (mode, `for`, cooldown).
+
+The scalars of LOOK steps are gathered and judged together, so that they cost next to nothing on the
+steps between; each such judgement counts for LOOK steps. What needs a column is judged when there
+is one, and counts for one. Layers are looked at:
+
+* bands, every step: who left its own band first, by weight norm (the layer itself), else by
+  activation (the order of the forward pass), else by gradient norm (the farthest out). `first` is
+  told with an incident too, for LINGERS steps after the last one was out.
+* depth and outliers, at steps 32, 64, 128 and every 256: which block a layer lies in, and which
+  layers are its like, comes once as two columns (LAYER_BLOCK, LAYER_ROLE) that the trainer adds
+  while `wants_layers`; so a sidecar and a replay have them the same way, and a rollback to before
+  they came asks for them again.
+
+A rule that is off is not judged and keeps no state.
+
+Units:   steps.
+Purity:  no clock, no I/O, no randomness. State is an immutable value of bounded size, kept with
+         each snapshot: a few KB of scalars, and 12 + 4 bytes a layer. Parts without signal are
+         None.
+Errors:  none, whatever was measured.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from sentinel.core.detectors import (
+    depth,
+    layer_band,
+    layer_outlier,
+    loss_scale,
+    loss_shape,
+    norm_trend,
+    resources,
+    stale_grads,
+    throughput,
+)
+from sentinel.core.detectors.layer_band import BandState
+from sentinel.core.detectors.loss_scale import ScaleState
+from sentinel.core.detectors.loss_shape import ShapeState
+from sentinel.core.detectors.norm_trend import TrendState
+from sentinel.core.detectors.stale_grads import StaleState
+from sentinel.core.detectors.throughput import PaceState
+from sentinel.core.policy import Policy
+from sentinel.core.types import (
+    LAYER_ACTIVATION_RMS,
+    LAYER_ACTIVATION_SPREAD,
+    LAYER_BLOCK,
+    LAYER_GRAD_NORM,
+    LAYER_ROLE,
+    LAYER_WEIGHT_NORM,
+    Column,
+    Mode,
+    Observation,
+)
+
+LOOK = 16
+LAYERS_EVERY, LAYERS_SOON = 256, 32
+LINGERS = 16
+TOLD = 8  # layers of one piece of advice
+
+# (column, its rows are in the order of the forward pass), the most telling first.
+BANDS = ((LAYER_WEIGHT_NORM, False), (LAYER_ACTIVATION_RMS, True), (LAYER_GRAD_NORM, False))
+DEPTHS = ((LAYER_GRAD_NORM, "gradient norm"), (LAYER_ACTIVATION_RMS, "activation RMS"))
+
+_ROW = struct.Struct("<4d")  # loss, norm, scale, pace; nan: not measured, inf: no number
+_NAN, _INF = math.nan, math.inf
+OFF = Mode.OFF
+_NO_BANDS = (BandState(),) * len(BANDS)
+_NONE = -1  # of a block or role
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """What the detectors of gathered scalars remember."""
+
+    shape: ShapeState = ShapeState()
+    trend: TrendState = TrendState()
+    stale: StaleState = StaleState()
+    scale: ScaleState = ScaleState()
+    pace: PaceState = PaceState()
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """What is known of the layers.
+
+    Attributes:
+        blocks, roles: int16 [L], -1 for none; empty until they came.
+        looked: step of the last look at depth and outliers.
+        bands: in the order of BANDS.
+        first: who left first in the newest episode.
+        out_at: step at which a layer was last out; -1 for never.
+    """
+
+    blocks: bytes = b""
+    roles: bytes = b""
+    looked: int = 0
+    bands: tuple[BandState, ...] = _NO_BANDS
+    first: tuple[int, ...] = ()
+    out_at: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class AdviceState:
+    """`rows` are the scalars since the last look."""
+
+    rows: bytes = b""
+    slow: Slow | None = None
+    layers: Layers | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """A condition that holds; `key` is the rule's name, `steps` what it counts for."""
+
+    key: str
+    steps: int
+    summary: str
+    value: float | None = None
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Advised:
+    """What was judged at this step, what of it holds, and who left its band first lately."""
+
+    judged: tuple[str, ...] = ()
+    raised: tuple[Raised, ...] = ()
+    first: tuple[int, ...] = ()
+
+
+NOTHING = Advised()
+_CALM = Advised(("layer_band",))
+SLOW = (
+    "loss_swing",
+    "loss_period",
+    "loss_plateau",
+    "norm_trend",
+    "rising_together",
+    "stale_grads",
+    "loss_scale",
+    "throughput",
+    "headroom",
+    "clip_pressure",
+)
+# What is asked of Observation.scalars.
+SCALARS = ("tokens_per_second", "memory_headroom", "clipped_step_ratio", "clip_factor_mean")
+LAYERED = ("layer_band", "depth", "layer_outlier", "collapse")
+FLAGS = (*SLOW, *LAYERED)
+
+
+def wants_layers(state: AdviceState) -> bool:
+    """The columns LAYER_BLOCK and LAYER_ROLE are to come with the next observation."""
+    return state.layers is None or not state.layers.blocks
+
+
+def observe(
+    state: AdviceState, observation: Observation, policy: Policy
+) -> tuple[AdviceState, Advised]:
+    """Take in one step; a blind one says nothing."""
+    if observation.blind:
+        return state, NOTHING
+    rows, slow, layers = state.rows, state.slow, state.layers
+    judged: tuple[str, ...] = ()
+    raised: list[Raised] = []
+    scalars, columns = observation.scalars, observation.columns
+    pace = scalars.get("tokens_per_second", _NAN) if scalars else _NAN
+    loss, norm, scale = observation.loss, observation.grad_norm, observation.loss_scale
+    if loss is not None or norm is not None or scale is not None or pace == pace:
+        rows += _ROW.pack(
+            _NAN if loss is None else loss if loss == loss else _INF,
+            _NAN if norm is None else norm if norm == norm else _INF,
+            _NAN if scale is None else scale if scale == scale else _INF,
+            pace,
+        )
+        if len(rows) >= LOOK * _ROW.size:
+            slow, judged = _look(slow or Slow(), rows, scalars, policy, raised)
+            rows = b""
+    first: tuple[int, ...] = ()
+    if columns:
+        layers, also = _layers(layers, observation, policy, raised)
+        judged += also
+    if layers is not None and layers.first and observation.step - layers.out_at <= LINGERS:
+        first = layers.first
+    if not (raised or first):
+        if not judged:
+            return AdviceState(rows, slow, layers), NOTHING
+        if judged == _CALM.judged:
+            return AdviceState(rows, slow, layers), _CALM
+    return AdviceState(rows, slow, layers), Advised(judged, tuple(raised), first)
+
+
+# ---------------------------------------------------------------- gathered scalars
+
+
+def _look(
+    slow: Slow, rows: bytes, scalars: Mapping[str, float], policy: Policy, raised: list[Raised]
+) -> tuple[Slow, tuple[str, ...]]:
+    """Judge the last LOOK steps."""
+    flat = struct.unpack(f"<{len(rows) // 8}d", rows)
+    rules = policy.rules
+    shape, trend, stale = slow.shape, slow.trend, slow.stale
+    scale, pace = slow.scale, slow.pace
+    losses = [v for v in flat[0::4] if -_INF < v < _INF]
+    norms = flat[1::4]
+
+    if losses and not (
+        rules.loss_swing.mode is rules.loss_period.mode is rules.loss_plateau.mode is OFF
+    ):
+        swings = rules.loss_swing.mode is not OFF
+        shape, seen = loss_shape.observe(shape, losses, policy.loss_shape, swings=swings)
+        if seen.swinging:
+            _say(raised, "loss_swing", f"the loss swings by {seen.swing:.0%}", seen.swing)
+        if seen.period:
+            text = f"one step in {seen.period} has a higher loss than the others"
+            _say(raised, "loss_period", text, float(seen.period))
+        if seen.plateau:
+            steps = policy.loss_shape.segments * policy.loss_shape.length
+            _say(raised, "loss_plateau", f"the loss has not moved for {steps} steps", losses[-1])
+    if not (rules.norm_trend.mode is rules.rising_together.mode is OFF):
+        pairs = [
+            (norm, loss if -_INF < loss < _INF else None)
+            for loss, norm in zip(flat[0::4], norms, strict=True)
+            if -_INF < norm < _INF
+        ]
+        trend, rise = norm_trend.observe(trend, pairs, policy.norm_trend)
+        if rise.rising:
+            steps = policy.norm_trend.segments * policy.norm_trend.length
+            text = f"the gradient norm has risen {rise.ratio:.1f}-fold over {steps} steps"
+            _say(raised, "norm_trend", text, rise.ratio)
+        if rise.together:
+            steps = policy.norm_trend.short
+            text = f"loss and gradient norm have been rising together for {steps} steps"
+            _say(raised, "rising_together", text)
+    if rules.stale_grads.mode is not OFF:
+        there = [v for v in norms if v == v]
+        stale, line = stale_grads.observe(stale, there, policy.stale_grads)
+        if line.flagged:
+            text = "the gradient norm grows in proportion to the steps"
+            _say(raised, "stale_grads", text, line.fit)
+    if flat[-2] == flat[-2] and rules.loss_scale.mode is not OFF:
+        scales = [v for v in flat[2::4] if -_INF < v < _INF]
+        scale, fall = loss_scale.observe(scale, scales, policy.loss_scale)
+        if fall.collapsing:
+            text = f"the loss scale has fallen to {scales[-1]:g}" if scales else "no loss scale"
+            _say(raised, "loss_scale", text, fall.halvings)
+    if flat[-1] == flat[-1] and rules.throughput.mode is not OFF:
+        rates = [v for v in flat[3::4] if 0.0 < v < _INF]
+        pace, speed = throughput.observe(pace, rates, policy.throughput)
+        if speed.slow:
+            text = f"training runs at {speed.ratio:.0%} of its usual pace"
+            _say(raised, "throughput", text, speed.ratio)
+    if scalars:
+        headroom = scalars.get("memory_headroom")
+        if resources.low_headroom(headroom, policy.resources) and headroom is not None:
+            text = f"{headroom:.0%} of the device's memory are free"
+            _say(raised, "headroom", text, headroom)
+        share, left = scalars.get("clipped_step_ratio"), scalars.get("clip_factor_mean")
+        if resources.clip_pressure(share, left, policy.resources) and left is not None:
+            text = f"clipping is on at {share:.0%} of the steps and leaves {left:.0%} of them"
+            _say(raised, "clip_pressure", text, left)
+    return Slow(shape, trend, stale, scale, pace), SLOW
+
+
+def _say(
+    raised: list[Raised],
+    key: str,
+    what: str,
+    value: float | None = None,
+    layers: tuple[int, ...] = (),
+    steps: int = LOOK,
+) -> None:
+    raised.append(Raised(key, steps, f"{what}: {ADVICE[key]}", value, layers))
+
+
+# ---------------------------------------------------------------- layers
+
+
+def _layers(
+    layers: Layers | None, observation: Observation, policy: Policy, raised: list[Raised]
+) -> tuple[Layers | None, tuple[str, ...]]:
+    columns, step, rules = observation.columns, observation.step, policy.rules
+    judged: tuple[str, ...] = ()
+    if LAYER_BLOCK in columns and LAYER_ROLE in columns:
+        blocks, roles = _whole(columns[LAYER_BLOCK]), _whole(columns[LAYER_ROLE])
+        layers = replace(layers or Layers(), blocks=blocks, roles=roles)
+    if rules.layer_band.mode is not OFF:
+        layers = _bands(layers, observation, policy, raised)
+        judged = ("layer_band",)
+    spread = columns.get(LAYER_ACTIVATION_SPREAD)
+    if spread is not None and rules.collapse.mode is not OFF:
+        judged += ("collapse",)
+        alike = resources.collapsed(spread, policy.resources)
+        if alike:
+            text = f"{len(alike)} block(s) make all tokens alike"
+            _say(raised, "collapse", text, float(spread[alike[0]]), alike[:TOLD], steps=1)
+    if (
+        layers is not None
+        and layers.blocks
+        and step - layers.looked >= min(LAYERS_EVERY, max(LAYERS_SOON, layers.looked))
+    ):
+        norms, rms = columns.get(LAYER_GRAD_NORM), columns.get(LAYER_ACTIVATION_RMS)
+        if norms is not None or rms is not None:
+            layers = replace(layers, looked=step)
+            judged += _over_depth(layers, columns, policy, raised)
+    return layers, judged
+
+
+def _bands(
+    layers: Layers | None, observation: Observation, policy: Policy, raised: list[Raised]
+) -> Layers | None:
+    columns, step = observation.columns, observation.step
+    bands = _NO_BANDS if layers is None else layers.bands
+    changed, away = list(bands), 0
+    first: tuple[int, ...] = ()
+    for i, (name, forward) in enumerate(BANDS):
+        column = columns.get(name)
+        if column is not None:
+            changed[i], reading = layer_band.observe(
+                bands[i], column, step, policy.layer_band, forward=forward
+            )
+            away = max(away, len(reading.out))
+        first = first or changed[i].first
+    following = tuple(changed)
+    same = all(map(operator.is_, following, bands))
+    if not first:
+        return layers if same else replace(layers or Layers(), bands=following)
+    layers = layers or Layers()
+    text = f"{away or len(first)} layer(s) out of their own band, this one first"
+    _say(raised, "layer_band", text, None, first, steps=1)
+    return replace(layers, bands=following, first=first, out_at=step)
+
+
+def _over_depth(
+    layers: Layers, columns: Mapping[str, Column], policy: Policy, raised: list[Raised]
+) -> tuple[str, ...]:
+    """Growth from block to block, and layers unlike their like."""
+    judged: tuple[str, ...] = ()
+    rules = policy.rules
+    if rules.depth.mode is not OFF:
+        judged += ("depth",)
+        for name, what in DEPTHS:
+            column = columns.get(name)
+            if column is None or 2 * len(column) != len(layers.blocks):
+                continue
+            seen = depth.judge(column, _table(layers.blocks), policy.depth)
+            if seen.flagged:
+                text = f"the {what} changes {seen.total:.3g}-fold from the first block to the last"
+                _say(raised, "depth", text, seen.rho, steps=1)
+                break
+    norms = columns.get(LAYER_GRAD_NORM)
+    if norms is not None and rules.layer_outlier.mode is not OFF:
+        judged += ("layer_outlier",)
+        if 2 * len(norms) == len(layers.roles):
+            odd = layer_outlier.judge(norms, _table(layers.roles), policy.layer_outlier)
+            which = (*odd.high, *odd.low)
+            if which:
+                text = (
+                    f"the gradient norm of {len(odd.high)} layer(s) is far above, of "
+                    f"{len(odd.low)} far below that of their like"
+                )
+                _say(raised, "layer_outlier", text, None, which[:TOLD], steps=1)
+    return judged
+
+
+def _whole(column: Column) -> bytes:
+    """A column of small whole numbers as int16; what is none of them is -1."""
+    with np.errstate(invalid="ignore"):
+        fits = (column >= 0) & (column < 2**15)
+    return np.where(fits, column, _NONE).astype("<i2").tobytes()
+
+
+def _table(data: bytes) -> npt.NDArray[np.int_]:
+    return np.frombuffer(data, "<i2").astype(np.int_)
+
+
+# What to do about it, said with each finding; practitioners' rules.
+ADVICE: Mapping[str, str] = {
+    "loss_swing": "lower the learning rate, or use larger micro-batches",
+    "loss_period": (
+        "divide the loss by the number of accumulated micro-batches, or look at how the data repeat"
+    ),
+    "loss_plateau": (
+        "raise the learning rate; look for a missing zero_grad, saturated activations and the "
+        "initialisation"
+    ),
+    "norm_trend": "look at the residual initialisation and for a missing normalisation or QK-Norm",
+    "rising_together": (
+        "the update direction oscillates: look at the residual scale and the length of the warm-up"
+    ),
+    "stale_grads": "call zero_grad once per optimizer step",
+    "loss_scale": "activations or gradients overflow: look at residual scale and rate, or use bf16",
+    "throughput": "look at recomputation, gradient synchronisation and the interconnect",
+    "headroom": "keep 15 % free for peaks of communication: smaller micro-batches, or shard more",
+    "clip_pressure": "the steps are not those of your learning rate: lower it, or raise the limit",
+    "layer_band": "look at its scale, its input and its learning rate before the others'",
+    "depth": (
+        "scale residual branches by (2 x blocks)^-1/2, or start them near zero; look for a missing "
+        "normalisation"
+    ),
+    "layer_outlier": (
+        "above: its scale or learning rate; below: it chokes the backward path, add a skip "
+        "connection or move the normalisation"
+    ),
+    "collapse": "another activation, normalisation or residual connection",
+}
