@@ -10,8 +10,9 @@ steps between; each such judgement counts for LOOK steps. What needs a column is
 is one, and counts for one. Layers are looked at:
 
 * bands, every step: who left its own band first, by weight norm (the layer itself), else by
-  activation (the order of the forward pass), else by gradient norm (the farthest out). `first` is
-  told with an incident too, for LINGERS steps after the last one was out.
+  activation (the order of the forward pass); by gradient norm (the farthest out) where activations
+  are not measured. `first` is told with an incident too, for LINGERS steps after the last one was
+  out.
 * depth and outliers, at steps 32, 64, 128 and every 256: which block a layer lies in, and which
   layers are its like, comes once as two columns (LAYER_BLOCK, LAYER_ROLE) that the trainer adds
   while `wants_layers`; so a sidecar and a replay have them the same way, and a rollback to before
@@ -80,6 +81,7 @@ _ROW = struct.Struct("<4d")  # loss, norm, scale, pace; nan: not measured, inf: 
 _NAN, _INF = math.nan, math.inf
 OFF = Mode.OFF
 _NO_BANDS = (BandState(),) * len(BANDS)
+_ACTIVATIONS = 1  # their place in BANDS
 _NONE = -1  # of a block or role
 
 
@@ -329,7 +331,11 @@ def _bands(
     first: tuple[int, ...] = ()
     for i, (name, forward) in enumerate(BANDS):
         column = columns.get(name)
-        if column is not None:
+        if name is LAYER_GRAD_NORM and changed[_ACTIVATIONS].seen:
+            # Gradients change their order of magnitude in perfect health, all through the first
+            # hundred steps: they are asked only where nothing better is measured.
+            changed[i] = _NO_BANDS[i]
+        elif column is not None:
             changed[i], reading = layer_band.observe(
                 bands[i], column, step, policy.layer_band, forward=forward
             )

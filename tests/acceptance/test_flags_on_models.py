@@ -155,7 +155,7 @@ def test_a_forgotten_zero_grad_is_told_from_the_norms() -> None:
         torch.manual_seed(0)
         state, found = stale_grads.StaleState(), False
         for _, _, _, norm in train(Gpt(), 40, zero=zero, lr=1e-4):
-            state, reading = stale_grads.observe(state, norm, stale_grads.StaleConfig())
+            state, reading = stale_grads.observe(state, [norm], stale_grads.StaleConfig())
             found = found or reading.flagged
         return found
 
@@ -217,7 +217,7 @@ def test_the_layer_that_blew_up_first_is_named_in_19_of_20_runs() -> None:
         state, first = layer_band.BandState(), ()
         for t, _, columns, _ in train(model, at + 4, before=damage):
             state, reading = layer_band.observe(
-                state, columns[LAYER_ACTIVATION_RMS], layer_band.BandConfig()
+                state, columns[LAYER_ACTIVATION_RMS], t, layer_band.BandConfig()
             )
             assert t >= at or not reading.out, "a false alarm before the damage"
             first = reading.first or first
