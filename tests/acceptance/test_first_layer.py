@@ -16,6 +16,7 @@ import torch
 
 import sentinel_hooks
 from sentinel.core import advice
+from sentinel.traces.replay import replay
 from sentinel_hooks import Signals
 from sentinel_hooks.demo.corpus import Corpus
 from sentinel_hooks.demo.model import GPT, Shape
@@ -68,6 +69,7 @@ def named(seed: int, run_dir: Path) -> bool:
     session, name = trained(seed, run_dir, damage=True)
     layers = told(session)
     session.detach()
+    assert replay(session.directory).identical
     print(f"seed {seed}: damaged {name}, named {layers[:3]}")
     block = name.split(".")[1]
     return bool(layers) and layers[0].split(".")[:2] == ["blocks", block] and name in layers

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sentinel.core import engine
+from sentinel.core import advice, engine
 from sentinel.core.events import (
     AutomationSet,
     Event,
@@ -29,9 +29,16 @@ from sentinel.core.events import (
 from sentinel.core.policy import CanaryMode, Policy
 from sentinel.core.state import State, Stats
 from sentinel.core.types import (
+    LAYER_ACTIVATION_RMS,
+    LAYER_ACTIVATION_SPREAD,
     LAYER_ATTENTION_MAX_LOGIT,
+    LAYER_BLOCK,
+    LAYER_GRAD_NORM,
+    LAYER_ROLE,
     LAYER_UPDATE_RATIO,
+    LAYER_WEIGHT_NORM,
     NO_COLUMNS,
+    NO_SCALARS,
     Action,
     CanaryAnswer,
     Command,
@@ -106,6 +113,14 @@ POLICIES = {
     "halting": replace(SMALL, rollback=replace(SMALL.rollback, halt_when_spent=True)),
     "default": Policy(),
 }
+LAYERED = (
+    LAYER_ACTIVATION_RMS,
+    LAYER_ACTIVATION_SPREAD,
+    LAYER_BLOCK,
+    LAYER_GRAD_NORM,
+    LAYER_ROLE,
+    LAYER_WEIGHT_NORM,
+)
 ODD = (math.nan, math.inf, -math.inf, 0.0, -0.0, -3.0, 5e-324, 1e308, 1e-30, None)
 
 faults = st.lists(
@@ -150,6 +165,21 @@ def strange_observation(rng: random.Random, step: int, sane: float) -> Observati
             LAYER_UPDATE_RATIO: np.array(
                 [rng.choice([1e-3, 0.0, 1.0, math.nan, -1.0]) for _ in range(3)], np.float32
             ),
+            **{
+                name: np.array(
+                    [rng.choice([1.0, 1.1, 0.9, 0.0, 1e9, math.nan, math.inf]) for _ in range(3)],
+                    np.float32,
+                )
+                for name in LAYERED
+                if rng.random() < 0.8
+            },
+        }
+    scalars = NO_SCALARS
+    if rng.random() < 0.5:
+        scalars = {
+            name: value
+            for name in advice.SCALARS
+            if (value := number(rng.choice([0.1, 0.9, 1e5]))) is not None
         }
     commands = []
     while rng.random() < 0.05:
@@ -173,6 +203,7 @@ def strange_observation(rng: random.Random, step: int, sane: float) -> Observati
         commands=tuple(commands),
         blind=rng.random() < 0.03,
         columns=columns,
+        scalars=scalars,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sentinel.core import engine
+from sentinel.core import advice, engine
 from sentinel.core.errors import ConfigError
 from sentinel.core.policy import Policy
 from sentinel.core.types import Action
@@ -23,7 +23,7 @@ from tests.support.simulated import Fault, SimulatedTrainer, Step
 STEPS = 160
 LADDER = ("nonfinite_params", "nonfinite_loss", "loss_spike", "skip_bound")
 SKIPS = ("nonfinite_grad", "grad_norm", "loss_outlier")
-FLAGS = ("level_shift", "attention_logit", "update_ratio", "norm_band")
+FLAGS = ("level_shift", "attention_logit", "update_ratio", "norm_band", *advice.FLAGS)
 
 
 def rule() -> st.SearchStrategy[dict[str, Any]]:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sentinel.core import engine
+from sentinel.core import advice, engine
 from sentinel.core.events import SnapshotTaken
 from sentinel.core.policy import Policy
 from sentinel.core.types import Action, Observation, Outcome
@@ -56,6 +56,7 @@ class Step:
     rule: str
     hot: bool
     shifted: bool
+    flags: tuple[str, ...] = ()  # advice, by name
 
 
 @dataclass
@@ -95,7 +96,8 @@ def replay(trace: Trace, policy: Policy) -> list[Step]:
         decision = engine.decide(state, observation, policy)
         shifted = any(f.key == "level_shift" for f in decision.findings)
         hot = decision.readings.spike_level > 0
-        steps.append(Step(decision.would, decision.rule, hot, shifted))
+        flags = tuple(f.key for f in decision.findings if f.key in advice.FLAGS)
+        steps.append(Step(decision.would, decision.rule, hot, shifted, flags))
         outcome = Outcome(i, Action.PROCEED, applied=True)
         state = engine.apply(state, observation, decision, outcome, policy)
         if decision.take_snapshot:
