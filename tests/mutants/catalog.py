@@ -223,4 +223,40 @@ MUTANTS: dict[str, Mutant] = {
         "severity=max(old.severity, severity, key=_ORDER.__getitem__),",
         "severity=severity,",
     ),
+    # -- advice, and the canary for losses that are no numbers
+    "nan inputs cost a rollback": Mutant(
+        "rules.py", "        if verdict is not Verdict.DATA:\n", "        if True:\n"
+    ),
+    "nan losses are settled by an older verdict": Mutant(
+        "rules.py", "return nonfinite_run == needed", "return False"
+    ),
+    "nan inputs use the bounds up": Mutant(
+        "engine.py",
+        'moot = "loss" in nonfinite and planned.verdict is Verdict.DATA',
+        "moot = False",
+    ),
+    "advice need not last": Mutant(
+        "rules.py", "if past.run and name in advised.judged and name not in held", "if False"
+    ),
+    "an old culprit is blamed": Mutant(
+        "advice.py", "observation.step - layers.out_at <= LINGERS", "True"
+    ),
+    "advice is given on a blind step": Mutant(
+        "advice.py", "    if observation.blind:\n", "    if False:\n"
+    ),
+    "a layer that is nan is inside its band": Mutant(
+        "detectors/layer_band.py", "inside = column <= limit", "inside = ~(column > limit)"
+    ),
+    "a layer's new level is never its own": Mutant(
+        "detectors/layer_band.py", "state.out_for >= config.patience", "False"
+    ),
+    "a scaler that finds its level collapses": Mutant(
+        "detectors/loss_scale.py", "if seen <= config.settle:", "if False:"
+    ),
+    "a slow pace is usual at once": Mutant(
+        "detectors/throughput.py", "if not known or ratio >= 1.0 - config.drop:", "if True:"
+    ),
+    "any growth is a forgotten zero_grad": Mutant(
+        "detectors/stale_grads.py", "flagged or fit >= config.fit", "flagged or fit >= 0.0"
+    ),
 }
