@@ -106,6 +106,7 @@ def test_all_cells_of_the_matrix_and_the_table_in_the_docs(frameworks: Ranks) ->
         except AssertionError as error:
             failed[cell] = str(error)
             results[cell] = "FAILS"
+        print(f"{len(results)}/{len(CELLS)} {cell}: {failed.get(cell, results[cell])}", flush=True)
     if not failed:
         write(results)
     assert not failed, "\n".join(f"{cell}: {why[:600]}" for cell, why in failed.items())
