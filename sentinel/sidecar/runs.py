@@ -634,7 +634,7 @@ class Runs:
         except OSError as error:
             if not run.unwritten:
                 logger.error("reports cannot be recorded run=%s error=%s", run.name, error)
-            run.unwritten += 1
+            run.unwritten = record.refused.count
             return False
         if decision is not None and decision.action is not Action.PROCEED:
             source = Source.SIDECAR if flags & DECIDED else Source.TRAINER
@@ -650,7 +650,7 @@ class Runs:
             try:
                 corrected = self._record_of(run).outcome(outcome)
             except OSError:
-                continue  # counted and shown; the step stands with what was decided
+                continue  # shown; the step stands with what was decided until a disk takes it
             if not corrected:
                 continue
             if move.executed is Action.PROCEED:

@@ -233,8 +233,8 @@ class Recorder:
     # -- trouble -----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _trying(self) -> Iterator[None]:
-        """One record is written, or lost and counted."""
+    def _trying(self, records: int = 1) -> Iterator[None]:
+        """One record is written, or lost and counted as so many."""
         began = self._timer()
         try:
             if self._closed:
@@ -244,7 +244,7 @@ class Recorder:
             yield
         except OSError as error:
             self._gap = True
-            self.lost_records += 1
+            self.lost_records += records
             self.trouble = str(error)
             raise
         else:

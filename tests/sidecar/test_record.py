@@ -22,6 +22,7 @@ from sentinel.sidecar.store import record as records
 from sentinel.sidecar.store.models import DecisionRow, IncidentRow, RunRow
 from sentinel.sidecar.store.record import Seen
 from sentinel.traces.replay import replay
+from sentinel.traces.segments import SegmentWriter
 from sentinel.wire import messages
 from sentinel.wire.messages import Close
 from tests.support import FakeClock
@@ -487,3 +488,73 @@ def decisions(service: Service) -> list[tuple[int, str, str]]:
         lambda session: list(session.scalars(select(DecisionRow).order_by(DecisionRow.step)))
     )
     return [(row.step, row.action, row.rule) for row in rows]
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """While it is True, no byte of any segment can be written."""
+    state = {"full": False}
+    for name in ("append", "append_all"):
+        real = getattr(SegmentWriter, name)
+
+        def write(self: SegmentWriter, *args: Any, real: Any = real) -> None:
+            if state["full"]:
+                raise OSError(28, "No space left on device")
+            real(self, *args)
+
+        monkeypatch.setattr(SegmentWriter, name, write)
+
+    def turn(full: bool) -> None:
+        state["full"] = full
+
+    return turn
+
+
+def test_lost_records_are_the_rows_that_are_missing_and_nothing_besides(
+    start: Callable[..., Service], full_disk: Callable[[bool], None]
+) -> None:
+    service = start()
+    reporter = Reporter(service, trainer())
+    reporter.register()
+    reporter.steps(50)
+    full_disk(True)
+    reporter.steps(37)  # each with the outcome of the step before, a correction of the record
+    reporter.post(reporter.frames[-1])  # and told again
+    for _ in range(2):
+        with pytest.raises(RefusedError, match="takes no reports"):
+            reporter.post(*reporter.frames[60:], late=True)
+    reporter.register()  # its connection was cut
+    reporter.steps(3)
+    service.store.close_record("r")  # and its record opened anew
+    service.runs.get("r").record = None
+    with pytest.raises(RefusedError, match="takes no reports"):
+        reporter.post(reporter.frames[52], late=True)
+    full_disk(False)
+    reporter.steps(20)
+    steps = reporter.curves()["series"]["loss"]["step"]
+    missing = sorted(set(range(110)) - set(steps))
+    assert missing == list(range(50, 90))
+    assert service.runs.get("r").seen.missing == len(missing)
+    assert service.store.lost_records == len(missing)
+    assert details(service.run("r"), 0.0)["unwritten_reports"] == len(missing)
+    assert f"\nsentinel_sidecar_lost_records_total {len(missing)}.0\n" in metrics(service)
+
+
+def test_a_correction_that_no_disk_took_is_written_when_one_does(
+    start: Callable[..., Service], full_disk: Callable[[bool], None]
+) -> None:
+    service = start()
+    reporter = Reporter(service, trainer())
+    reporter.register()
+    reporter.steps(90)
+    reporter.post(reporter.move(1)[0])
+    assert reporter.curves()["series"]["action"]["value"][-1] == "skip_step"
+    full_disk(True)
+    let_through = messages.wire_outcome(Outcome(90, Action.PROCEED, True))
+    service.runs._outcomes(service.runs.get("r"), (let_through,), 0.0)
+    assert reporter.curves()["series"]["action"]["value"][-1] == "skip_step"
+    assert service.store.lost_records == 0
+    full_disk(False)
+    reporter.steps(3)
+    shown = dict(zip(*reporter.curves("action")["series"]["action"].values(), strict=True))
+    assert shown[90] == "proceed"

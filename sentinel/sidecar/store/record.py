@@ -10,6 +10,9 @@ known and may arrive late: a step stands with the outcome that was decided, and 
 follows where it turned out otherwise; a REPORT record numbers each step, so that a restarted
 sidecar knows what it has; late steps stand where they arrived.
 
+`lost_records` counts reports: each that no disk took once, however often it is told, and no
+corrections. One of those that fails is written after the next report that does not.
+
 Durability: report() returns after the bytes are with the operating system: a sidecar that is killed
          with -9 loses nothing that it acknowledged. A power cut may take the last seconds.
 Errors:  OSError when the disk fails; the report is then not recorded, see Recorder.
@@ -17,6 +20,7 @@ Errors:  OSError when the disk fails; the report is then not recorded, see Recor
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -159,13 +163,17 @@ class Record(Recorder):
         clock: Callable[[], float],
         timer: Callable[[], float],
         segment_bytes: int = SEGMENT_BYTES,
+        refused: Seen | None = None,
     ) -> None:
         """Open it.
 
         Args:
             seen: report numbers on disk already; kept up to date here.
+            refused: those that a disk has refused before and that are counted; likewise.
         """
         self.seen = seen
+        self.refused = Seen() if refused is None else refused
+        self._owed: dict[int, Outcome] = {}  # corrections that no disk took, by step
         self._last: tuple[int, int] | None = None  # step and action of the newest step
         self._early: dict[int, Outcome] = {}  # outcomes of steps that have not arrived yet
         self._looked = 0
@@ -231,7 +239,7 @@ class Record(Recorder):
         records = [(Kind.EVENT, event) for event in events]
         records.append((Kind.REPORT, _REPORT.pack(frame.seq, flags)))
         records.append((Kind.STEP, step))
-        with self._trying():
+        with self._counting(frame.seq):
             if seen.columns:
                 # Columns first: a step on disk implies that its columns are.
                 self._append_columns(encode_reported_columns(seen.step, attempt, seen.columns))
@@ -250,6 +258,8 @@ class Record(Recorder):
         self.written_bytes += len(step)
         self.seen.add(frame.seq)
         self._last = (seen.step, step[EXECUTED_AT])
+        if self._owed:
+            self._pay()
 
     def outcome(self, outcome: Outcome) -> bool:
         """What was really done at a step; True if that is not what its record says already.
@@ -266,15 +276,37 @@ class Record(Recorder):
             self._early[outcome.step] = outcome
             while len(self._early) > _KEPT_OUTCOMES:
                 del self._early[next(iter(self._early))]
-        with self._trying():
-            if self._scalars is None:
-                return True  # its segment is gone; the outcome waits for its step
-            self._scalars.append(Kind.OUTCOME, codec.encode_outcome(outcome))
-            if at is None:
-                self._foreign = True
-            else:
-                self._index[at + EXECUTED_AT] = outcome.executed
+        try:
+            with self._trying(0):
+                if self._scalars is None:
+                    return True  # its segment is gone; the outcome waits for its step
+                self._scalars.append(Kind.OUTCOME, codec.encode_outcome(outcome))
+                if at is None:
+                    self._foreign = True
+                else:
+                    self._index[at + EXECUTED_AT] = outcome.executed
+        except OSError:
+            if outcome.step not in self._early and len(self._owed) < _KEPT_OUTCOMES:
+                self._owed[outcome.step] = outcome
+            raise
         return True
+
+    def _pay(self) -> None:
+        """Write the corrections that no disk took."""
+        owed, self._owed = self._owed, {}
+        for outcome in owed.values():
+            with contextlib.suppress(OSError):  # then it is owed again
+                self.outcome(outcome)
+
+    @contextlib.contextmanager
+    def _counting(self, seq: int) -> Iterator[None]:
+        """One report is written, or lost; counted when it is lost for the first time."""
+        try:
+            with self._trying(int(seq not in self.refused)):
+                yield
+        except OSError:
+            self.refused.add(seq)
+            raise
 
     def _look(self) -> None:
         # Two calls of the system; a directory that somebody deletes is noticed soon enough.

@@ -66,6 +66,7 @@ class Store:
         self.runs_directory = self.directory / "runs"
         self.series = SeriesFiles(self.directory / "cache")
         self.records: dict[str, Record] = {}  # of the present writers, by run
+        self._refused: dict[str, tuple[str, Seen]] = {}  # incarnation and reports no disk took
         try:
             self.runs_directory.mkdir(parents=True, exist_ok=True)
             self._take_lock()
@@ -118,7 +119,7 @@ class Store:
 
     @property
     def lost_records(self) -> int:
-        """Reports that could not be written, over all writers since the start."""
+        """Reports that could not be written, each once, over all writers since the start."""
         return self._lost_before + sum(record.lost_records for record in self.records.values())
 
     # ---- series ------------------------------------------------------------------------
@@ -164,9 +165,17 @@ class Store:
             limit_bytes=self.run_limit(),
             clock=self._clock,
             timer=self._timer,
+            refused=self._refused_of(run, incarnation),
         )
         self.records[run] = record
         return record
+
+    def _refused_of(self, run: str, incarnation: str) -> Seen:
+        """What no disk took of this process; a record that is opened again does not count twice."""
+        known = self._refused.get(run)
+        if known is None or known[0] != incarnation:
+            known = self._refused[run] = (incarnation, Seen())
+        return known[1]
 
     def run_limit(self) -> int:
         """What one run's series may take: its own limit, or its share of what there is."""
@@ -225,6 +234,7 @@ class Store:
         """Delete the series of a run that is over; returns the bytes that were freed."""
         directory = self.run_directory(run)
         freed = directory_bytes(directory)
+        self._refused.pop(run, None)
         shutil.rmtree(directory, ignore_errors=True)
         shutil.rmtree(self.directory / "cache" / run, ignore_errors=True)
         return freed
