@@ -6,7 +6,8 @@
 A new concern is a module in routes/ with `router(service) -> APIRouter` and a line in ROUTERS.
 
 Threads: one event loop; every route runs in it, start to end.
-Errors:  a request that cannot be served gets a Refused message or {"code", "detail"}.
+Errors:  a request that cannot be served gets a Refused message or {"code", "detail"},
+         also where there is no route for it (unserved.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from sentinel import __version__
-from sentinel.sidecar import jobs, page
+from sentinel.sidecar import jobs, page, unserved
 from sentinel.sidecar.middleware import Headers, Timed
 from sentinel.sidecar.routes import control, health, ingest, metrics, read
 from sentinel.sidecar.service import Service
@@ -49,9 +50,12 @@ def create_app(
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
     )
     app.state.service = service
     app.state.runs = service.runs
+    unserved.install(app)
+    app.add_middleware(unserved.Caught)
     app.add_middleware(Timed, health=service.health, timer=timer)
     app.add_middleware(Headers)
     for router in ROUTERS:

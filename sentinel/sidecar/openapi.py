@@ -26,6 +26,29 @@ WHOLE: Schema = {"type": "integer"}
 TIME: Schema = {"type": "number", "description": "Unix seconds"}
 ACTIONS = [action.name.lower() for action in Action]
 
+# What `code` of a refusal may be: for programs; `detail` is for people and may change.
+CODES = {
+    "malformed": "it cannot be read, or makes no sense; the detail names the field",
+    "garbled": "a trainer's message that does not carry the seal of its bytes",
+    "unauthorized": "a token is wanted, or another host name, or the Unix socket",
+    "forbidden": "the token has another role",
+    "fenced": "another process writes this run",
+    "conflict": "the same id was given to another order",
+    "over": "the run has ended: nobody would hear the order",
+    "watched": "the run reports to no sidecar and hears no orders",
+    "no_snapshot": "there is no such healthy snapshot to roll back to",
+    "unknown_run": "there is no run of that name",
+    "unknown_incident": "there is no such incident",
+    "unreadable": "the series of the run cannot be read",
+    "not_found": "there is nothing at that address",
+    "method_not_allowed": "the method is not taken there; the header Allow says which are",
+    "too_many": "too often; the header Retry-After says when it may come again",
+    "full": "no room for another run, order or listener",
+    "unavailable": "a disk or the database does not allow it now",
+    "not_ready": "the sidecar is starting, or on its way down",
+    "internal": "an error of sentinel's own; the sidecar's log has more",
+}
+
 
 def maybe(schema: Schema) -> Schema:
     """That, or null: it was not measured, or there is none."""
@@ -52,7 +75,15 @@ def ref(name: str) -> Schema:
 
 SCHEMAS: dict[str, Schema] = {
     "Number": NUMBER | {"description": "A number that is not finite is a word."},
-    "Refusal": table(("code", "detail"), code=TEXT, detail=TEXT),
+    "Refusal": table(
+        ("code", "detail"),
+        code={
+            "type": "string",
+            "enum": list(CODES),
+            "description": "; ".join(f"{code}: {means}" for code, means in CODES.items()),
+        },
+        detail=TEXT | {"description": "What is wrong and what to do about it, for people."},
+    ),
     "Layer": {
         "anyOf": [
             TEXT,
@@ -206,6 +237,7 @@ _REFUSED = {
     401: "A token is wanted.",
     403: "This token may not do that, or orders are not taken here.",
     404: "There is none of that name.",
+    405: "The method is not taken here.",
     408: "The body came too slowly.",
     409: "Another process writes this run, or the same id meant something else.",
     413: "The body is too large.",
@@ -216,6 +248,7 @@ _REFUSED = {
     500: "An error of sentinel's own.",
     503: "A disk, the database or the number of listeners does not allow it now.",
 }
+_OPEN_REFUSED = (405, 500, 503)
 
 
 def _query(name: str, schema: Schema, about: str) -> Schema:
@@ -255,7 +288,8 @@ def _operation(
         "responses": {str(status): {"description": "Done.", "content": content}}
         | {
             str(code): {"description": why, "content": refusal}
-            for code, why in ({} if open_ else _REFUSED).items()
+            for code, why in _REFUSED.items()
+            if not open_ or code in _OPEN_REFUSED
         },
     }
     if parameters:
@@ -461,13 +495,11 @@ def _paths() -> dict[str, dict[str, Schema]]:
     }
 
 
+PATHS = _paths()
+
+
 def document(version: str) -> dict[str, Any]:
     """The whole document."""
-    paths = _paths()
-    paths["/readyz"]["get"]["responses"]["503"] = {
-        "description": "Not ready yet, or on its way down.",
-        "content": {"text/plain": {"schema": TEXT}},
-    }
     return {
         "openapi": "3.1.0",
         "info": {
@@ -475,7 +507,7 @@ def document(version: str) -> dict[str, Any]:
             "version": version,
             "description": "Training stability: report steps, obey decisions, look, order.",
         },
-        "paths": paths,
+        "paths": PATHS,
         "components": {
             "schemas": SCHEMAS,
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},

@@ -22,6 +22,7 @@ from fastapi import APIRouter, Request, Response
 from sentinel import __version__
 from sentinel.sidecar.security import PAGE_POLICY
 from sentinel.sidecar.service import Service
+from sentinel.sidecar.unserved import error
 
 KINDS = {
     ".html": "text/html; charset=utf-8",
@@ -48,7 +49,7 @@ def router(service: Service) -> APIRouter:
     async def asset(name: str, request: Request) -> Response:
         found = assets.get(name)
         if found is None:
-            return Response("no such file\n", 404, media_type="text/plain")
+            return error(404, "not_found", f"the page has no file {name[:64]!r}")
         return _answer(request, found)
 
     return routes

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Response
 from sentinel import __version__
 from sentinel.sidecar.openapi import document
 from sentinel.sidecar.service import Service
+from sentinel.sidecar.unserved import error
 
 
 def router(service: Service) -> APIRouter:
@@ -22,7 +23,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/readyz")
     async def readyz() -> Response:
         if not service.ready:
-            return Response("not ready\n", status_code=503, media_type="text/plain")
+            return error(503, "not_ready", "the sidecar is starting, or on its way down")
         trouble = service.store.trouble
         # Deciding needs no disk: a sidecar that cannot keep its record still serves its trainers.
         said = "ready\n" if not trouble else f"ready\ndegraded: {trouble}\n"

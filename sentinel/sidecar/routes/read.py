@@ -42,7 +42,7 @@ def router(service: Service) -> APIRouter:
             return await work()
         except TraceError as error:
             return refusal(RefusedError("unreadable", str(error), 404))
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             return refusal(RefusedError("unavailable", str(error), 503))
         except (RefusedError, ProtocolError, ConfigError) as error:
             return refusal(error)
