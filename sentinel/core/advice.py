@@ -13,10 +13,10 @@ is one, and counts for one. Layers are looked at:
   activation (the order of the forward pass); by gradient norm (the farthest out) where activations
   are not measured. `first` is told with an incident too, for LINGERS steps after the last one was
   out.
-* depth and outliers, at steps 32, 64, 128 and every 256: which block a layer lies in, and which
-  layers are its like, comes once as two columns (LAYER_BLOCK, LAYER_ROLE) that the trainer adds
-  while `wants_layers`; so a sidecar and a replay have them the same way, and a rollback to before
-  they came asks for them again.
+* depth, residual gain and outliers, at steps 32, 64, 128 and every 256: which block a layer lies
+  in, and which layers are its like, comes once as two columns (LAYER_BLOCK, LAYER_ROLE) that the
+  trainer adds while `wants_layers`; so a sidecar and a replay have them the same way, and a
+  rollback to before they came asks for them again.
 
 A rule that is off is not judged and keeps no state.
 
@@ -63,6 +63,7 @@ from sentinel.core.types import (
     LAYER_GRAD_NORM,
     LAYER_ROLE,
     LAYER_WEIGHT_NORM,
+    NOT_MEASURED,
     Column,
     Mode,
     Observation,
@@ -158,10 +159,18 @@ SLOW = (
     "throughput",
     "headroom",
     "clip_pressure",
+    "residual_mixing",
 )
 # What is asked of Observation.scalars.
-SCALARS = ("tokens_per_second", "memory_headroom", "clipped_step_ratio", "clip_factor_mean")
-LAYERED = ("layer_band", "depth", "layer_outlier", "collapse")
+MIXING = ("residual_mixing_forward", "residual_mixing_backward")
+SCALARS = (
+    "tokens_per_second",
+    "memory_headroom",
+    "clipped_step_ratio",
+    "clip_factor_mean",
+    *MIXING,
+)
+LAYERED = ("layer_band", "depth", "residual_gain", "layer_outlier", "collapse")
 FLAGS = (*SLOW, *LAYERED)
 
 
@@ -275,6 +284,15 @@ def _look(
         if resources.clip_pressure(share, left, policy.resources) and left is not None:
             text = f"clipping is on at {share:.0%} of the steps and leaves {left:.0%} of them"
             _say(raised, "clip_pressure", text, left)
+        mixing = (scalars.get(MIXING[0]), scalars.get(MIXING[1]))
+        if mixing[0] is not None and mixing[1] is not None:
+            gains = (mixing[0], mixing[1])
+            if depth.mixing_flagged(gains, policy.depth):
+                text = (
+                    f"all residual mappings together amplify {gains[0]:.3g}-fold forward, "
+                    f"{gains[1]:.3g}-fold backward"
+                )
+                _say(raised, "residual_mixing", text, _largest(gains))
     return Slow(shape, trend, stale, scale, pace), SLOW
 
 
@@ -368,6 +386,19 @@ def _over_depth(
                 text = f"the {what} changes {seen.total:.3g}-fold from the first block to the last"
                 _say(raised, "depth", text, seen.rho, steps=1)
                 break
+    rms = columns.get(LAYER_ACTIVATION_RMS)
+    if rms is not None and rules.residual_gain.mode is not OFF:
+        judged += ("residual_gain",)
+        if 2 * len(rms) == len(layers.blocks):
+            blocks = _table(layers.blocks)
+            path = depth.gain(rms, blocks, policy.depth)
+            if path.flagged:
+                text = (
+                    f"the residual path amplifies {path.product:.3g}-fold over the depth, "
+                    f"{path.worst:.3g}-fold in block {path.block}"
+                )
+                row = int(np.flatnonzero((blocks == path.block) & (rms != NOT_MEASURED))[-1])
+                _say(raised, "residual_gain", text, path.worst, (row,), steps=1)
     norms = columns.get(LAYER_GRAD_NORM)
     if norms is not None and rules.layer_outlier.mode is not OFF:
         judged += ("layer_outlier",)
@@ -381,6 +412,11 @@ def _over_depth(
                 )
                 _say(raised, "layer_outlier", text, None, which[:TOLD], steps=1)
     return judged
+
+
+def _largest(gains: tuple[float, float]) -> float:
+    """nan, which is worse than any number, if either is."""
+    return _NAN if any(gain != gain for gain in gains) else max(gains)
 
 
 def _whole(column: Column) -> bytes:
@@ -417,6 +453,13 @@ ADVICE: Mapping[str, str] = {
     "depth": (
         "scale residual branches by (2 x blocks)^-1/2, or start them near zero; look for a missing "
         "normalisation"
+    ),
+    "residual_gain": (
+        "initialise that block's last projection near zero, scale residual branches by "
+        "(2 x blocks)^-1/2"
+    ),
+    "residual_mixing": (
+        "constrain the mappings: rows and columns that are not negative and sum to 1"
     ),
     "layer_outlier": (
         "above: its scale or learning rate; below: it chokes the backward path, add a skip "

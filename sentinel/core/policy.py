@@ -104,6 +104,8 @@ class Rules:
     layer_band: RuleConfig = RuleConfig(cooldown=500, severity=Severity.INFO)
     layer_outlier: RuleConfig = RuleConfig(for_steps=3, cooldown=500, severity=Severity.INFO)
     depth: RuleConfig = RuleConfig(for_steps=2, cooldown=500)
+    residual_gain: RuleConfig = RuleConfig(for_steps=2, cooldown=500, severity=Severity.INFO)
+    residual_mixing: RuleConfig = RuleConfig(for_steps=32, cooldown=500)
     collapse: RuleConfig = RuleConfig(for_steps=20, cooldown=500)
     norm_trend: RuleConfig = RuleConfig(cooldown=500)
     rising_together: RuleConfig = RuleConfig(for_steps=32, cooldown=500)

@@ -495,8 +495,8 @@ POLICIES: dict[str, tuple[str, str]] = {
             "rules.los_spike is not a setting; rules has: attention_logit, clip_pressure, collapse, "
             "depth, grad_norm, headroom, layer_band, layer_outlier, level_shift, loss_outlier, "
             "loss_period, loss_plateau, loss_scale, loss_spike, loss_swing, nonfinite_grad, "
-            "nonfinite_loss, nonfinite_params, norm_band, norm_trend, rising_together, "
-            "skip_bound, stale_grads, throughput, update_ratio"
+            "nonfinite_loss, nonfinite_params, norm_band, norm_trend, residual_gain, "
+            "residual_mixing, rising_together, skip_bound, stale_grads, throughput, update_ratio"
         ),
     ),
     "setting unknown": (

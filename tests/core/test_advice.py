@@ -64,6 +64,8 @@ def healthy(t: int, rng: np.random.Generator) -> Seen:
             "memory_headroom": 0.3,
             "clipped_step_ratio": 0.97,
             "clip_factor_mean": 0.95,
+            "residual_mixing_forward": 1.6,
+            "residual_mixing_backward": 1.5,
         },
     }
     drift = math.exp(0.2 * t / STEPS)  # all layers grow slowly, as they do
@@ -135,6 +137,14 @@ def depth(t: int, seen: Seen, rng: np.random.Generator) -> None:
     seen["columns"][LAYER_GRAD_NORM] *= 1.3 ** (np.arange(L) // 2)
 
 
+def residual_gain(t: int, seen: Seen, rng: np.random.Generator) -> None:
+    seen["columns"][LAYER_ACTIVATION_RMS][21::2] *= 200.0  # from the start: its own band is there
+
+
+def residual_mixing(t: int, seen: Seen, rng: np.random.Generator) -> None:
+    seen["scalars"]["residual_mixing_backward"] = 3000.0
+
+
 def collapse(t: int, seen: Seen, rng: np.random.Generator) -> None:
     if LAYER_ACTIVATION_SPREAD in seen["columns"]:
         seen["columns"][LAYER_ACTIVATION_SPREAD][31] = 0.001
@@ -156,6 +166,8 @@ ILL: dict[str, Illness] = {
         layer_band,
         layer_outlier,
         depth,
+        residual_gain,
+        residual_mixing,
         collapse,
     )
 }

@@ -25,6 +25,7 @@ from sentinel_hooks.probes.activations import ActivationProbe
 from sentinel_hooks.probes.attention import AttentionProbe
 from sentinel_hooks.probes.clipping import ClipProbe
 from sentinel_hooks.probes.memory import MemoryProbe
+from sentinel_hooks.probes.mixing import MixingProbe
 from sentinel_hooks.probes.pace import PaceProbe
 from sentinel_hooks.probes.probe import Combine, Float64, Parts, Probe, Quiet, Unseen
 from sentinel_hooks.probes.updates import UpdateProbe
@@ -42,6 +43,7 @@ _KINDS: dict[str, type[Quiet]] = {
     "clip_pressure": ClipProbe,
     "memory": MemoryProbe,
     "pace": PaceProbe,
+    "residual_mixing": MixingProbe,
 }
 
 
@@ -98,6 +100,8 @@ class Probes:
             made["memory"] = MemoryProbe(models, optimizers, every)
         if signals.pace:
             made["pace"] = PaceProbe(clock)
+        if signals.residual_mixing is not None:
+            made["residual_mixing"] = MixingProbe(signals.residual_mixing, every)
         return cls(made, guard)
 
     @property

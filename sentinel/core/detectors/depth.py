@@ -1,7 +1,7 @@
 """Depth detector: does a signal grow, or die, from block to block?
 
     judge(column, blocks, config) -> DepthReading(rho, total, flagged)
-    gain(rms, blocks) -> (product over depth, worst single block)
+    gain(rms, blocks, config) -> GainReading(product, worst, block, flagged)
     mixing_gain(mappings) -> (forward, backward)
 
 If each block multiplies gradients or activations by rho, L blocks multiply them by rho^L: 1.1^100
@@ -10,17 +10,22 @@ pairwise slopes (Theil-Sen), which a block that is off by itself does not tilt. 
 residual stream grows by a small factor in all; two orders of magnitude are a wrong residual scale
 or a missing norm.
 
-The gain of the residual path is RMS out over RMS in. In models that mix several residual streams
-(hyper-connections) it is the largest absolute row sum (forward) and column sum (backward) of the
-product of all mappings: 1 is ideal.
+The gain of the residual path is RMS out over RMS in of each block, and its product over the depth:
+it sees one block that amplifies by itself, which tilts no slope unless it lies in the middle. What
+the first block gets is not measured, so its own gain is not known.
+
+In models that mix several residual streams (hyper-connections) the gain is the largest absolute row
+sum (forward) and column sum (backward) of the product of all mappings: 1 is ideal.
 
 Shapes:  column float32 [L]; blocks int [L], -1 for a layer outside of all blocks. Several layers of
-         one block count with the root of the sum of their squares. Mappings [n, n], first to last.
+         one block count with the root of the sum of their squares. Mappings [out, in], first to
+         last.
 Units:   rho [1 / block]; total = rho ^ (blocks - 1).
 Purity:  no state at all.
 Errors:  DepthConfig raises ConfigError.
 Source:  practitioners' rule on rho^L; about 3,000 was seen before a 27B run spiked, 1.6 after its
-         mappings were constrained (mHC).
+         mappings were constrained (mHC), and 10 is nearer to the latter. A gain of 100 is what
+         `total` allows the whole depth.
 """
 
 from __future__ import annotations
@@ -37,7 +42,6 @@ from sentinel.core.types import NOT_MEASURED, Column
 
 Blocks = npt.NDArray[np.int_]
 Matrix = npt.NDArray[np.float64]
-MIXING = 10.0  # gain of a product of mappings that is flagged
 MOST = 64  # blocks that are compared in pairs; of more, an even selection
 
 
@@ -48,16 +52,22 @@ class DepthConfig:
     Attributes:
         total: growth, or decay, over the whole depth at which it is flagged.
         least: blocks that are needed before a slope means anything.
+        gain: of the residual path, by one block or over all, at which it is flagged.
+        mixing: gain of the product of all mappings at which it is flagged.
     """
 
     total: float = 100.0
     least: int = 4
+    gain: float = 100.0
+    mixing: float = 10.0
 
     def __post_init__(self) -> None:
         bounds.check(
             "depth",
             total=(self.total, 1.0, 1e12),
             least=(self.least, 3, 1_000_000),
+            gain=(self.gain, 1.0, 1e12),
+            mixing=(self.mixing, 1.0, 1e12),
         )
 
 
@@ -70,7 +80,18 @@ class DepthReading:
     flagged: bool
 
 
+@dataclass(frozen=True, slots=True)
+class GainReading:
+    """`worst` is the largest gain of one block, `block` its index; nan and -1 where unknown."""
+
+    product: float = math.nan
+    worst: float = math.nan
+    block: int = -1
+    flagged: bool = False
+
+
 _ABSENT = DepthReading(math.nan, math.nan, False)
+_NO_GAIN = GainReading()
 
 
 def per_block(column: Column, blocks: Blocks) -> npt.NDArray[np.float64]:
@@ -100,17 +121,19 @@ def judge(column: Column, blocks: Blocks, config: DepthConfig) -> DepthReading:
     return DepthReading(math.exp(min(max(slope, -700.0), 700.0)), total, flagged)
 
 
-def gain(rms: Column, blocks: Blocks) -> tuple[float, float]:
-    """(RMS of the last block over that of the first, largest ratio of one block to the one before).
-
-    nan with fewer than two blocks.
-    """
+def gain(rms: Column, blocks: Blocks, config: DepthConfig) -> GainReading:
+    """RMS of each block over that of the one before; what is 0 or not finite is left out."""
     values = per_block(rms, blocks)
-    if len(values) < 2 or not values[0] > 0:
-        return math.nan, math.nan
-    with np.errstate(divide="ignore", invalid="ignore"):
-        steps = values[1:] / values[:-1]
-    return float(values[-1] / values[0]), float(steps.max())
+    place = np.flatnonzero(np.isfinite(values) & (values > 0))
+    if len(place) < 2:
+        return _NO_GAIN
+    kept = values[place]
+    steps = kept[1:] / kept[:-1]
+    at = int(steps.argmax())
+    inside = np.unique(blocks[(blocks >= 0) & (rms != NOT_MEASURED)])
+    product, worst = float(kept[-1] / kept[0]), float(steps[at])
+    flagged = max(product, worst) >= config.gain
+    return GainReading(product, worst, int(inside[place[at + 1]]), flagged)
 
 
 def mixing_gain(mappings: Sequence[Matrix]) -> tuple[float, float]:
@@ -124,6 +147,6 @@ def mixing_gain(mappings: Sequence[Matrix]) -> tuple[float, float]:
     return float(size.sum(1).max()), float(size.sum(0).max())
 
 
-def mixing_flagged(gains: tuple[float, float], limit: float = MIXING) -> bool:
-    """Either direction amplifies by `limit` and more; nan counts as that."""
-    return any(not value < limit for value in gains)
+def mixing_flagged(gains: tuple[float, float], config: DepthConfig) -> bool:
+    """Either direction amplifies by `config.mixing` and more; nan counts as that."""
+    return any(not value < config.mixing for value in gains)

@@ -69,7 +69,13 @@ def over_depth(rng: Rng, rho: float) -> bool:
 def mixing(rng: Rng, strength: float) -> bool:
     maps = [np.eye(4) + strength * np.abs(rng.normal(size=(4, 4))) for _ in range(30)]
     maps = [m / (m.sum(1, keepdims=True) if strength == 0.05 else 1.0) for m in maps]
-    return depth.mixing_flagged(depth.mixing_gain(maps))
+    return depth.mixing_flagged(depth.mixing_gain(maps), depth.DepthConfig())
+
+
+def residual_path(rng: Rng, factor: float) -> bool:
+    column = f32(1.03 ** np.arange(24) * np.exp(0.1 * rng.normal(size=24)))
+    column[int(rng.integers(1, 24)) :] *= factor
+    return depth.gain(column, np.arange(24), depth.DepthConfig()).flagged
 
 
 def outlier(rng: Rng, factor: float) -> bool:
@@ -188,6 +194,7 @@ PAIRS: dict[str, tuple[Callable[[Rng, Any], bool], Any, Any]] = {
     "growth with depth": (over_depth, 1.2, 1.02),
     "decay with depth": (over_depth, 0.8, 0.98),
     "residual mixing": (mixing, 0.3, 0.05),
+    "one block amplifies": (residual_path, 200.0, 1.0),
     "layer far above": (outlier, 1000.0, 1.0),
     "layer far below": (outlier, 1e-4, 1.0),
     "layer out of its band": (left_band, 10.0, 1.0),
@@ -247,8 +254,23 @@ def test_layers_of_a_block_count_together_and_those_outside_do_not() -> None:
     column = f32([9.0, 3.0, 4.0, NOT_MEASURED, 5.0, 7.0])
     blocks = np.array([-1, 0, 0, 1, 1, -1])
     assert depth.per_block(column, blocks).tolist() == [5.0, 5.0]
-    assert depth.gain(f32([2.0, 4.0, 3.0]), np.arange(3)) == (1.5, 2.0)
-    assert all(map(math.isnan, depth.gain(f32([2.0]), np.arange(1))))
+
+
+def test_the_gain_names_the_block_and_needs_two() -> None:
+    config = depth.DepthConfig(gain=100.0)
+    rms, blocks = f32([9.0, NOT_MEASURED, 2.0, 4.0, math.nan, 3.0, 7.0]), np.arange(-1, 6)
+    assert depth.gain(rms, blocks, config) == depth.GainReading(3.5, 7.0 / 3.0, 5, False)
+    rms[3] = 300.0
+    assert depth.gain(rms, blocks, config) == depth.GainReading(3.5, 150.0, 2, True)
+    late = f32([1.0] * 20 + [200.0] * 4)
+    assert depth.gain(late, np.arange(24), config).block == 20
+    assert not depth.judge(late, np.arange(24), config).flagged, "the slope does not see it"
+    steady = f32([1.0, 11.0, 110.0])
+    assert depth.gain(steady, np.arange(3), config) == depth.GainReading(110.0, 11.0, 1, True)
+    for few in ([2.0], [0.0, 2.0], [math.inf, 2.0], []):
+        assert depth.gain(f32(few), np.arange(len(few)), config) == depth.gain(
+            f32([1.0]), np.arange(1), config
+        )
 
 
 def test_mixing_gain_is_that_of_the_product() -> None:
@@ -258,7 +280,10 @@ def test_mixing_gain_is_that_of_the_product() -> None:
         np.abs(product).sum(1).max(),
         np.abs(product).sum(0).max(),
     )
-    assert depth.mixing_flagged((math.nan, 1.0))
+    config = depth.DepthConfig(mixing=5.0)
+    assert depth.mixing_flagged((math.nan, 1.0), config)
+    assert depth.mixing_flagged((1.0, 5.0), config)
+    assert not depth.mixing_flagged((4.9, 1.0), config)
 
 
 def test_the_layer_that_left_first_is_remembered_until_all_are_back() -> None:

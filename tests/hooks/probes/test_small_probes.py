@@ -17,6 +17,7 @@ from sentinel_hooks.guard import Guard
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes.clipping import ClipProbe
 from sentinel_hooks.probes.memory import MemoryProbe
+from sentinel_hooks.probes.mixing import MixingProbe
 from sentinel_hooks.probes.pace import PaceProbe
 from sentinel_hooks.probes.probe import NOT_MEASURED, merge, resolve
 from sentinel_hooks.probes.read import read
@@ -359,3 +360,69 @@ def test_one_read_a_step_is_all(probes: Any) -> None:
         together.after_step(True)
     assert together.blind_spots() == []
     assert np.isneginf(NOT_MEASURED)
+
+
+# ---------------------------------------------------------------- residual mixing
+
+
+def gains(probe: MixingProbe, step: int) -> dict[str, float]:
+    probe.before_step(step)
+    resolve(probe, read(probe.pending(), [])[0])
+    return probe.scalars()
+
+
+def test_mixing_is_the_gain_of_the_product_of_what_the_users_function_returns() -> None:
+    torch.manual_seed(0)
+    chain = [nn.Parameter(torch.randn(n, k)) for n, k in ((4, 2), (4, 4), (3, 4))]
+    probe = MixingProbe(lambda: chain, every=5)
+    product = (chain[2] @ chain[1] @ chain[0]).detach().abs()
+    seen = gains(probe, 0)
+    assert seen["residual_mixing_forward"] == pytest.approx(float(product.sum(1).max()), rel=1e-5)
+    assert seen["residual_mixing_backward"] == pytest.approx(float(product.sum(0).max()), rel=1e-5)
+    with torch.no_grad():
+        chain[0].mul_(100.0)
+    assert gains(probe, 3) == seen, "between two samples the newest stands"
+    assert gains(probe, 5)["residual_mixing_forward"] == pytest.approx(
+        100.0 * seen["residual_mixing_forward"], rel=1e-5
+    )
+    assert probe.blind_spots() == []
+    with torch.no_grad():
+        chain[1].fill_(float("nan"))
+    assert np.isnan(gains(probe, 10)["residual_mixing_forward"])
+
+
+def broken() -> list[Tensor]:
+    raise RuntimeError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("matrices", "why"),
+    [
+        (broken, "no such thing"),
+        (list, "no matrix"),
+        (lambda: [torch.ones(2, 2, 2)], "item 0 is no plain matrix"),
+        (lambda: [torch.ones(2, 2), None], "item 1 is no plain matrix but a NoneType"),
+        (lambda: [torch.ones(2, 2), torch.ones(3, 3)], "matrix 1 takes 3 streams"),
+        (lambda: None, "TypeError"),
+    ],
+    ids=["raises", "empty", "three dimensions", "none", "no chain", "no list"],
+)
+def test_mixing_that_is_no_chain_of_matrices_is_a_blind_spot_and_no_number(
+    matrices: Any, why: str
+) -> None:
+    good = [torch.eye(2)]
+    answers = iter([lambda: good, matrices, lambda: good])
+    probe = MixingProbe(lambda: next(answers)(), every=1)
+    assert gains(probe, 0) == {"residual_mixing_forward": 1.0, "residual_mixing_backward": 1.0}
+    assert gains(probe, 1) == {}
+    assert gains(probe, 2) == {}, "the signal has ended"
+    (spot,) = probe.blind_spots()
+    assert why in spot.what
+    assert "first to last" in spot.way_out
+
+
+def test_the_mixing_function_is_asked_for_by_name_and_must_be_one() -> None:
+    with pytest.raises(ConfigError, match="residual_mixing must be None or a function"):
+        Signals(residual_mixing=3)  # type: ignore[arg-type]
+    one, other = (Signals(residual_mixing=lambda: [torch.eye(2)]) for _ in range(2))
+    assert repr(one) == repr(other), "ranks compare it"
