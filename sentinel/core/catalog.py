@@ -253,6 +253,12 @@ CATALOG: tuple[MetricSpec, ...] = (
         per_run=False,
     ),
     MetricSpec(
+        "sidecar_token_trouble",
+        _G,
+        "1 while a token file makes no sense, and the tokens of before stay in use.",
+        per_run=False,
+    ),
+    MetricSpec(
         "sidecar_job_errors_total", _C, "Background jobs that failed.", ("job",), per_run=False
     ),
 )

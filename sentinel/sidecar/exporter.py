@@ -347,6 +347,7 @@ SIDECAR: dict[str, Callable[[Service, float], Iterable[Sample]]] = {
     "sidecar_store_bytes": lambda service, now: one(service.store.bytes),
     "sidecar_lost_records_total": lambda service, now: one(service.store.lost_records),
     "sidecar_dropped_segments_total": lambda service, now: one(service.store.dropped_segments),
+    "sidecar_token_trouble": lambda service, now: one(bool(service.tokens.trouble)),
     "sidecar_job_errors_total": lambda service, now: table(
         sorted(service.health.job_errors.items())
     ),

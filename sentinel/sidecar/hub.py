@@ -42,6 +42,7 @@ class Listener:
     def __init__(self, run: str | None) -> None:
         self.run = run
         self.lost = 0
+        self.over = False  # its client has to come in anew
         self._events: deque[Event] = deque()
         self._rows: dict[str, deque[Any]] = {}
         self._wake = asyncio.Event()
@@ -123,6 +124,12 @@ class Hub:
                         listener.put(event)
         self.listeners.add(listener)
         return listener
+
+    def dismiss(self) -> None:
+        """Everybody's stream ends; who may, comes back and misses nothing."""
+        for listener in self.listeners:
+            listener.over = True
+            listener._wake.set()
 
     def forget(self, listener: Listener) -> None:
         """It has gone."""

@@ -20,6 +20,7 @@ from datetime import UTC
 
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 
+from sentinel.sidecar.security import Caller
 from sentinel.sidecar.service import Service
 
 logger = logging.getLogger(__name__)
@@ -29,10 +30,13 @@ SAVE_S = 10.0
 RETENTION_S = 300.0
 MAPS_S = 60.0
 WATCH_S = 3.0
+TOKENS_S = 1.0
 LAG_S = 0.25
 LET_GO_S = 3600.0
 DRAIN_S = 5.0
 DAY_S = 86_400.0
+
+SIDECAR = Caller("sidecar", frozenset())
 
 Job = Callable[[], Awaitable[None]]
 
@@ -43,6 +47,7 @@ class Jobs:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._flying: set[asyncio.Task[None]] = set()
+        self._reading = asyncio.Lock()
         self._scheduler = AsyncIOScheduler(timezone=UTC)
         lost = service.settings.lost_after_s
         self._add(self.expire, min(EXPIRE_S, lost / 4))
@@ -51,6 +56,9 @@ class Jobs:
         self._add(self.maps, MAPS_S)
         if service.settings.watch:
             self._add(self.watch, WATCH_S)
+        if service.settings.token_files:
+            self._add(self.tokens, TOKENS_S)
+            service.reread = self._reread
         self._lag: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -77,6 +85,9 @@ class Jobs:
         self._scheduler.add_job(
             turn, "interval", seconds=seconds, coalesce=True, max_instances=1, id=job.__name__
         )
+
+    def _reread(self) -> None:
+        self._begin(self.tokens)
 
     def _begin(self, job: Job) -> asyncio.Task[None]:
         task = asyncio.ensure_future(self._guarded(job))
@@ -146,6 +157,31 @@ class Jobs:
         store = self._service.store
         for name in list(store.records):
             await asyncio.to_thread(store.series.prepare, store.run_directory(name))
+
+    async def tokens(self) -> None:
+        """Read the token files again; what is not in them any more opens nothing from now on."""
+        service, files = self._service, self._service.tokens
+        before = files.trouble
+        async with self._reading:  # what was read first is taken first
+            changed = files.take(await asyncio.to_thread(files.read))
+        if files.trouble and files.trouble != before:
+            logger.error(
+                "the tokens of before stay in use: %s; mend the file, or put the old one back",
+                files.trouble,
+            )
+            service.people.audit(
+                "tokens", SIDECAR, outcome="refused", detail={"why": files.trouble[:500]}
+            )
+        elif before and not files.trouble:
+            logger.warning("the token files are sound again")
+        if changed is None:
+            return
+        told = {"added": list(changed.added), "removed": list(changed.removed)}
+        logger.warning("tokens changed added=%s removed=%s", *told.values())
+        service.people.audit("tokens", SIDECAR, outcome="accepted", detail=told)
+        if changed.removed:
+            # A stream was let in once and may go on for days: everybody has to come in again.
+            service.hub.dismiss()
 
     async def watch(self) -> None:
         """Look at the folders of embedded runs."""

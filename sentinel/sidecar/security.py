@@ -2,6 +2,7 @@
 
     access = Access.load([(Role.CONTROL, Path("/run/secrets/control"))], shared="")
     access.who("Bearer ...") -> Caller | None          constant time, whatever was brought
+    files = TokenFiles([(Role.CONTROL, path)], shared="")   files.access follows what they hold
     Limits(per_minute=60, burst=20).wait("r7", now) -> seconds to wait, 0.0 when it may
 
 A token has a name, which the audit log shows, and a role: `read` looks, `ingest` seals what a
@@ -10,6 +11,10 @@ TOKEN alone (its name is then the role's), empty lines and lines beginning with 
 file may hold a rotation's old and new token. $SENTINEL_TOKEN is a token of every role, named
 `shared`. Without any token nothing is asked for, and then nothing but loopback and the Unix socket
 may be listened on, and orders are taken on the Unix socket only.
+
+Files are read again while the sidecar runs; what they hold then counts from the next request on. As
+one: where any of them makes no sense, or is gone, all the tokens of before stay, and `trouble` says
+why. So a last token is not taken away by an empty file, but by another token.
 
 Purity:  reading files aside, no clock and no I/O: `now` is an argument.
 Errors:  ConfigError for a file that cannot be used; it names file and line, never a token.
@@ -77,8 +82,9 @@ class Access:
     """The tokens of one sidecar."""
 
     def __init__(self, tokens: Iterable[Token] = ()) -> None:
-        self._tokens = tuple(tokens)
-        self._known = tuple((_digest(t.secret), Caller(t.name, t.roles)) for t in self._tokens)
+        self._tokens: tuple[Token, ...] = ()
+        self._known: tuple[tuple[bytes, Caller], ...] = ()
+        self.take(tokens)
 
     @classmethod
     def load(cls, files: Iterable[tuple[Role, Path]] = (), shared: str = "") -> Access:
@@ -87,12 +93,17 @@ class Access:
         Raises:
             ConfigError: a file cannot be read, a line makes no sense, or two tokens are equal.
         """
-        found: list[Token] = []
-        if shared:
-            found.append(Token(SHARED, frozenset(Role), shared))
-        for role, path in files:
-            found.extend(_read(role, path))
-        return cls(_merged(found))
+        return TokenFiles(files, shared).access
+
+    def take(self, tokens: Iterable[Token]) -> None:
+        """From now on these, and no other."""
+        self._tokens = tuple(tokens)
+        self._known = tuple((_digest(t.secret), Caller(t.name, t.roles)) for t in self._tokens)
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        """All of them."""
+        return self._tokens
 
     @property
     def configured(self) -> bool:
@@ -116,6 +127,70 @@ class Access:
             if hmac.compare_digest(known, digest):
                 found = caller
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What reading the files again has brought: names of tokens, never the tokens."""
+
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+
+
+class TokenFiles:
+    """The tokens of some files, and the shared one; see the module docstring.
+
+    read() touches the disk and nothing else, so that it may be called in a thread; take() applies
+    what it gave.
+
+    Attributes:
+        access: what the newest sound contents say; always the same object.
+        trouble: why the newest contents do not count; "" when they do.
+    """
+
+    def __init__(self, files: Iterable[tuple[Role, Path]] = (), shared: str = "") -> None:
+        """Read them for the first time.
+
+        Raises:
+            ConfigError: a file cannot be read, a line makes no sense, or two tokens are equal.
+        """
+        self._files = tuple(files)
+        self._shared = shared
+        self.trouble = ""
+        self._contents = self.read()
+        self.access = Access(self._tokens(self._contents))
+
+    def read(self) -> tuple[bytes | str, ...]:
+        """What each file holds now; text says why it cannot be read."""
+        return tuple(_bytes(path) for _, path in self._files)
+
+    def take(self, contents: tuple[bytes | str, ...]) -> Changed | None:
+        """From now on these; None when nothing changes, or they make no sense: see `trouble`."""
+        if contents == self._contents:
+            return None
+        self._contents = contents
+        try:
+            tokens = self._tokens(contents)
+        except ConfigError as error:
+            self.trouble = str(error)
+            return None
+        self.trouble = ""
+        before, after = set(self.access.tokens), set(tokens)
+        if before == after:
+            return None
+        self.access.take(tokens)
+        return Changed(
+            tuple(sorted(token.name for token in after - before)),
+            tuple(sorted(token.name for token in before - after)),
+        )
+
+    def _tokens(self, contents: tuple[bytes | str, ...]) -> list[Token]:
+        found: list[Token] = []
+        if self._shared:
+            found.append(Token(SHARED, frozenset(Role), self._shared))
+        for (role, path), held in zip(self._files, contents, strict=True):
+            found.extend(_parse(role, path, held))
+        return _merged(found)
 
 
 class Limits:
@@ -153,12 +228,17 @@ def _digest(text: str) -> bytes:
     return blake2b(text.encode("utf-8", "surrogateescape"), digest_size=32).digest()
 
 
-def _read(role: Role, path: Path) -> list[Token]:
+def _bytes(path: Path) -> bytes | str:
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+            return file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"token file {path} cannot be read: {error.strerror}") from error
+        return str(error.strerror)
+
+
+def _parse(role: Role, path: Path, data: bytes | str) -> list[Token]:
+    if isinstance(data, str):
+        raise ConfigError(f"token file {path} cannot be read: {data}")
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"token file {path} must hold at most {MAX_FILE_BYTES} bytes")
     try:

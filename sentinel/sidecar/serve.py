@@ -120,6 +120,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT; requests in flight are finished first.
 
+    SIGHUP has the token files read again now, where there are any.
+
     Args:
         say: told one line when it listens.
 
@@ -156,12 +158,15 @@ def serve(
         )
         policy = "the trainer's" if settings.policy is None else settings.policy.name
         with _signals_end_quietly():
+            service: Service = app.state.service
             serving = _run(
-                _Server(config, app.state.service),
+                _Server(config, service),
                 sockets,
                 lambda: say(
                     f"sentinel listening on {' and '.join(where)} policy={policy} pid={os.getpid()}"
                 ),
+                # Without token files a SIGHUP ends it, as it ends any command in a terminal.
+                (lambda: service.reread()) if settings.token_files else None,
             )
             # Modules live as long as the process: not worth looking at again and again. And states
             # are trees of tuples, thousands a second, none of them in a cycle.
@@ -225,8 +230,13 @@ def _signals_end_quietly() -> Generator[None]:
 
 
 async def _run(
-    server: uvicorn.Server, sockets: list[socket.socket], listening: Callable[[], None]
+    server: uvicorn.Server,
+    sockets: list[socket.socket],
+    listening: Callable[[], None],
+    hangup: Callable[[], None] | None,
 ) -> None:
+    if hangup is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup)
     serving = asyncio.create_task(server.serve(sockets=sockets))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)

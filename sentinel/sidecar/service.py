@@ -16,7 +16,7 @@ from sentinel.sidecar.health import Health
 from sentinel.sidecar.hub import Hub
 from sentinel.sidecar.people import People
 from sentinel.sidecar.runs import RefusedError, Run, Runs
-from sentinel.sidecar.security import Access
+from sentinel.sidecar.security import TokenFiles
 from sentinel.sidecar.settings import Settings
 from sentinel.sidecar.store.store import Store
 from sentinel.sidecar.watch import Watched
@@ -48,7 +48,9 @@ class Service:
         self.runs.load(clock())
         self.health = Health()
         self.watched = Watched(settings)
-        self.access = Access.load(settings.token_files, settings.token)
+        self.tokens = TokenFiles(settings.token_files, settings.token)
+        self.access = self.tokens.access
+        self.reread: Callable[[], None] = lambda: None  # read token files again: now
         self.door = Door(settings, self.access, timer)
         self.people = People(self.runs, self.store.database, self.hub, clock)
         self.people.restore()

@@ -156,7 +156,7 @@ async def _stream(service: Service, run: str | None, after: str) -> AsyncIterato
     try:
         yield b"retry: 2000\n\n"
         silent = 0.0
-        while service.ready:
+        while service.ready and not listener.over:
             found = await listener.next(TURN_S)
             silent = 0.0 if found else silent + TURN_S
             for event in found:
