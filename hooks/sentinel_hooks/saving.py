@@ -31,7 +31,15 @@ from sentinel_hooks.ledger_file import Keeper, Resumed, fingerprint
 from sentinel_hooks.ranks.agreement import Heard
 from sentinel_hooks.ranks.council import Council, Facts, Note
 from sentinel_hooks.snapshots import Snapshots
-from sentinel_hooks.snapshots.disk import Adopted, DiskStore, Failed, PartWritten, Saved, Unprepared
+from sentinel_hooks.snapshots.disk import (
+    CLOSE_WAIT_S,
+    Adopted,
+    DiskStore,
+    Failed,
+    PartWritten,
+    Saved,
+    Unprepared,
+)
 from sentinel_hooks.snapshots.ram import NotReadyError, Prepared, RamStore, SnapshotError
 from sentinel_hooks.target import Target
 
@@ -113,6 +121,7 @@ class Saving:
         self._told: Note = Note()  # rank 0: what the next note shall say of saves
         self._deferred: tuple[int, str] | None = None
         self._restarted: bytes | None = None
+        self._restored_of: int | None = None  # the decision that the last rollback carried out
 
     # ---------------------------------------------------------------- taking
 
@@ -127,7 +136,7 @@ class Saving:
     def take(self) -> None:
         """A candidate of this moment; raises NotReadyError while a lazy parameter has no shape."""
         step = self._host.now.step
-        on_disk = self.disk.due(step)
+        on_disk = self._due(step)
         if not (self._config.ram or on_disk):
             return
         try:
@@ -164,15 +173,29 @@ class Saving:
         if on_disk:
             self._host.note(SnapshotTaken(step, "disk"))
 
+    def _due(self, step: int) -> bool:
+        """The same on all ranks: an error on one of them alone must not make it another."""
+        try:
+            return self.disk.due(step)
+        except Exception as error:
+            if self._council is None:
+                raise
+            self._guard.note("again", error)
+        return self.disk.due(step)
+
     def _offer(self, step: int, *, here: bool) -> None:
         """Several ranks: this rank's part goes to disk, or is known to be missing."""
         self._number += 1
         self._in_flight, self._written = step, None
         ledger = self._host.now.ledger
-        if here:
-            self.disk.offer(self.ram.image(step), ledger, save=self._number)
-        else:
-            self.disk.decline(step, ledger, save=self._number, reason=self.trouble)
+        try:
+            if here:
+                self.disk.offer(self.ram.image(step), ledger, save=self._number)
+            else:
+                self.disk.decline(step, ledger, save=self._number, reason=self.trouble)
+        except Exception as error:  # noqa: BLE001  the others must hear that this part is missing
+            self._guard.note("snapshot", error)
+            self._written = False
 
     def remember(self) -> None:
         """A restarted process can recognise these weights."""
@@ -232,6 +255,8 @@ class Saving:
     def facts(self, *, ready: bool) -> Facts:
         """Several ranks: what this one has to say at its next gate."""
         taken = self._copied[1] if self._copied is not None else None
+        if self._in_flight is not None and self._written is None and self.disk.idle:
+            self._written = False  # an error of our own has swallowed how it ended
         written = self._written if self._in_flight is not None else None
         flying = 0 if self._in_flight is None else self._in_flight + 1
         return Facts(taken=taken, written=written, ready=ready, flying=flying)
@@ -241,6 +266,7 @@ class Saving:
         note.saved, note.unsaved = self._told.saved, self._told.unsaved
         note.restore = self._deferred
         note.state = len(self._restarted) if self._restarted is not None else 0
+        note.number = self._number
         self._told = Note()
         self._deferred = None
         return note
@@ -267,6 +293,9 @@ class Saving:
                 self.trouble = self.trouble or (
                     f"{heard.untaken} of {heard.ranks} ranks could not copy at step {step}"
                 )
+        if note.number >= 0:
+            # What went wrong on one rank may have cost it a number: the next is above everybody's.
+            self._number = note.number + (0 if heard.same_flight else 1)
         step_now = self._host.now.step
         flying = self._in_flight
         if flying is None:
@@ -312,10 +341,16 @@ class Saving:
         if self._council is not None and self._council.rank == 0 and self._in_flight is not None:
             self.disk.wait()
             self.poll()
-            if self._written:
-                self.disk.commit(self._in_flight)  # waits for the other ranks' manifests
-        self.disk.close()
+            if self._written:  # waits for the other ranks' manifests
+                self.disk.commit(self._in_flight, self._patience())
+        self.disk.close(self._patience())
         self.poll()
+
+    def _patience(self) -> float:
+        """Seconds for what is still to be written; others may wait for this rank meanwhile."""
+        if self._council is None:
+            return CLOSE_WAIT_S
+        return min(CLOSE_WAIT_S, self._council.patience_s)
 
     def clear(self) -> None:
         """Let go of all memory."""
@@ -324,7 +359,8 @@ class Saving:
     def save_evidence(self) -> None:
         """The weights as they are now, on disk for whoever looks into it; no rollback target."""
         if self._council is not None:
-            return  # parts of several ranks need a commit, and nobody will step again
+            self._save_evidence_of(self._council)
+            return
         self.disk.wait()
         self.poll()
         if self.disk.ready:
@@ -335,22 +371,72 @@ class Saving:
             self.poll()
             self.disk.follow(self._host.now.ledger, again=True)
 
+    def _save_evidence_of(self, council: Council) -> None:
+        """Several ranks: each writes its part, and talks to nobody; rank 0 makes them one.
+
+        All halt at this step, so their parts have one name. A part that is missing costs rank 0 a
+        bounded wait, and the others' stay, uncommitted.
+        """
+        disk, step, ledger = self.disk, self._host.now.step, self._host.now.ledger
+        patience = self._patience()
+        disk.wait(patience)
+        self.poll()
+        flying, self._in_flight = self._in_flight, None
+        if flying is not None and self._written and council.rank == 0:
+            disk.commit(flying, patience)  # its parts are there already
+            disk.wait(patience)
+            if any(isinstance(e, Saved) and e.step == flying for e in disk.poll()):
+                disk.committed(flying)
+        # Where the group is lost, the user's own objects must not be asked to talk to others.
+        self.ram.take(step, self._host.now.stats, extra=not council.off)
+        self._number += 1
+        disk.offer(self.ram.image(step), ledger, save=self._number)
+        disk.wait(CLOSE_WAIT_S)
+        ended = disk.poll()
+        if council.rank == 0 and any(isinstance(e, PartWritten) for e in ended):
+            disk.commit(step, CLOSE_WAIT_S)
+            disk.wait(CLOSE_WAIT_S)
+            ended = disk.poll()
+            if any(isinstance(e, Saved) for e in ended):
+                disk.committed(step)
+                disk.follow(ledger, again=True)
+        why = next((e.reason for e in ended if isinstance(e, Failed)), "")
+        if why or not ended:
+            logger.error(
+                "what is saved of a halted run is incomplete run=%s step=%s rank=%s reason=%s",
+                self._run,
+                step,
+                council.rank,
+                why or f"not written within {CLOSE_WAIT_S:g} s",
+            )
+
     # ---------------------------------------------------------------- going back
 
     def restore(self, decision: Decision) -> None:
         """Go back to the decision's target, or the next older one that can be read."""
-        self._restore_surely(decision.target, decision.rule)
+        self._restore_surely(decision.target, decision.rule, decision.step)
 
-    def _restore_surely(self, decided: int | None, rule: str) -> None:
+    def _restore_surely(self, decided: int | None, rule: str, of: int = -1) -> None:
         """With several ranks: an error of our own on this one must not leave it alone.
 
         It is gone through again, with what the ranks have told each other so far. Copying twice
         does no harm, and what was noted already ends it.
+
+        Args:
+            of: the step at which it was decided: a second call for the same does nothing.
         """
         council = self._council
         if council is None:
             self._restore(decided, rule)
             return
+        if self._restored_of == of:
+            return
+        try:
+            self._restore_twice(council, decided, rule)
+        finally:
+            self._restored_of = of
+
+    def _restore_twice(self, council: Council, decided: int | None, rule: str) -> None:
         council.begin()
         noted = self._host.now.ledger.pending_restore is None
         try:
@@ -445,7 +531,8 @@ class Saving:
     ) -> tuple[Stats | None, str, KeyboardInterrupt | None] | None:
         """Two phases; (statistics or None, why not, an interrupt that waits); None: all stopped."""
         prepared = self._guard.run("snapshot", self._prepare, target)
-        heard = council.vote(prepared is not None, prepared.token if prepared is not None else 0)
+        token = prepared.token if prepared is not None else 0
+        heard = council.vote(prepared is not None, token, target)
         if heard is None:
             return None
         if heard.failed or not heard.same_digest:
@@ -463,7 +550,7 @@ class Saving:
                 interrupt = error
             except Exception as error:  # noqa: BLE001  a user's own object
                 self._guard.note("snapshot", error)
-        heard = council.vote(done)
+        heard = council.vote(done, 0, target)
         if heard is None:
             return None
         if heard.failed:

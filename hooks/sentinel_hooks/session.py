@@ -566,8 +566,8 @@ class Session:
         self._gates_since_update = gates
         first = not done or me in done
         self._done = set() if first else set(done)
-        if first:
-            self._open = None  # settled is settled: what is open now is this very step
+        if first and self._open is not None and not self._open.complete:
+            self._open = None  # this very step; one that is complete is not settled yet
         if self._gate_begun:
             self._council.rewind()
         else:
@@ -627,7 +627,7 @@ class Session:
                     open_.executed = Action.PROCEED
             open_.complete = True
         self._safe_done = False
-        if plan.halt:
+        if plan.halt and not self._halted:
             self._masked_run("ledger", self._halt, plan.halt)
         if self._unseen and self._all_stepped():
             self._run_safe_point(self._safe_point)
@@ -755,7 +755,11 @@ class Session:
             note.paused = self._paused
             note = saving.add_to(note)
         heard_note = council.step(
-            measured, saving.facts(ready=ready), note, attempt=self._state.ledger.attempt
+            measured,
+            saving.facts(ready=ready),
+            note,
+            attempt=self._state.ledger.attempt,
+            state=lambda: codec.state_hash(self._state),
         )
         if heard_note is None:
             self._switch_off(council.off)
@@ -768,6 +772,13 @@ class Session:
                 return None
             if council.rank:
                 self._surely(saving.follow_rank_0, codec.decode_state(told))
+        elif not heard.same_digest:
+            told = council.one_state(lambda: codec.encode_state(self._state))
+            if told is None:
+                self._switch_off(council.off)
+                return None
+            if council.rank:
+                self._surely(self.adopt_state, codec.decode_state(told))
         if note.restore is not None:
             self._deferred = note.restore
         self._surely(saving.heard, heard, note)
@@ -946,7 +957,7 @@ class Session:
 
     def _settle(self) -> None:
         """Move the state on what was done."""
-        open_, self._open = self._open, None
+        open_ = self._open
         if open_ is None:
             return
         self._probes.after_step(open_.applied)
@@ -956,6 +967,11 @@ class Session:
         self._state = self._surely(
             engine.apply, self._state, observation, decision, outcome, self.policy
         )
+        # All that other ranks rely on first: what fails below is not gone through again.
+        self._open = None
+        self._snapshot_due = decision.take_snapshot and open_.applied
+        if open_.executed is Action.ROLLBACK:
+            self._restore_due = decision
         if self._council is not None:
             self._council.carried_out(
                 observation.step, outcome.executed.name, outcome.applied, decision.lr_factor
@@ -965,9 +981,6 @@ class Session:
         if self._outlets is not None:
             self._outlets.step(observation, decision, self._state, self._guard.counts)
             self._outlets.moved(before, self._state)
-        self._snapshot_due = decision.take_snapshot and open_.applied
-        if open_.executed is Action.ROLLBACK:
-            self._restore_due = decision
         if self._recorder is not None:
             try:
                 self._recorder.step(
@@ -1028,23 +1041,16 @@ class Session:
             self._masked_run("safe_point", body)
             return
         halting = bool(council.halt)
-        due = self._rollback_due()
-        self._masked_run("safe_point", body)
-        if due is not None and self._restore_due is due and not self._off:
-            # It failed before the rollback: the others wait for this rank's vote.
-            self._restore_due = None
-            self._masked_run("safe_point", self._saving.restore, due)
+        reached = self._safe_done and body == self._maybe_safe_point  # there is nothing to do
+        if not (self._masked_run("safe_point", _did, body) or reached or self._off):
+            # Once more, from the start or where it had begun: what is done already stays as it is,
+            # and the others wait for this rank's vote.
+            again = self._safe_point if self._safe_done else body
+            self._masked_run("safe_point", again)
         if council.off and not self._off:
             self._switch_off(council.off)
         if council.halt and not halting:
             logger.error("the ranks have parted run=%s why=%s", self.run_id, council.halt)
-
-    def _rollback_due(self) -> Decision | None:
-        """The rollback that the next safe point is to carry out, settled or not."""
-        open_ = self._open
-        if open_ is not None and open_.complete and open_.executed is Action.ROLLBACK:
-            self._restore_due = open_.decision
-        return self._restore_due
 
     def _maybe_safe_point(self) -> None:
         """A training forward begins: is this the first after the step?"""
@@ -1060,7 +1066,12 @@ class Session:
     def _safe_point(self) -> None:
         """Between two steps: nothing of the last is pending, nothing of the next has begun."""
         saving, council = self._saving, self._council
-        self._guard.run("settle", self._settle) if council is not None else self._settle()
+        if council is None:
+            self._settle()
+        else:  # whatever fails in it on this rank alone, the others go on to what follows
+            self._guard.run("settle", self._settle)
+            if self._open is not None:
+                self._guard.run("settle", self._settle)
         self._done.clear()
         if council is not None:
             # After an evaluation parameters may still be gathered: nothing below reads those.
@@ -1074,11 +1085,11 @@ class Session:
         if saving.first_due:
             saving.take_first()
         elif self._restore_due is not None:
-            decision, self._restore_due = self._restore_due, None
-            saving.restore(decision)
+            saving.restore(self._restore_due)
+            self._restore_due = None
         elif self._deferred is not None:
-            (target, rule), self._deferred = self._deferred, None
-            saving.restore_deferred(target, rule)
+            saving.restore_deferred(*self._deferred)
+            self._deferred = None
         elif self._snapshot_due:
             self._snapshot_due = False
             saving.take()
@@ -1252,6 +1263,11 @@ class Session:
                 self._recorder.lost_records if self._recorder is not None else 0,
             ),
         ]
+
+
+def _did(body: Callable[[], None]) -> bool:
+    body()
+    return True
 
 
 def _after_fork() -> None:

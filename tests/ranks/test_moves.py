@@ -103,6 +103,20 @@ def test_attached_again_a_nan_is_skipped_on_all(ranks: Ranks) -> None:
         assert judge.acted(rank) == {11: (True, 1.0, None)}
 
 
+@pytest.mark.parametrize("spoiled", [1, 3])
+def test_a_rank_whose_engine_knows_something_else_goes_on_with_what_rank_0_knows(
+    ranks: Ranks, spoiled: int
+) -> None:
+    """Seen red: the rank with no snapshot to go back to voted on none, and all were lost."""
+    moves = {"30": f"spoil:{spoiled}"}
+    odd: dict[str, dict[str, Any]] = {str(r): {} for r in range(4)}
+    report = run(ranks, "ddp", 4, **TROUBLE, moves=moves, odd=odd)
+    for rank in report.ranks:
+        assert judge.acted(rank)[32] == (False, 0.5, 24)
+        assert [line for line in rank.said("log") if "states differ" in line["text"]]
+        assert rank.last("end")["status"]["protection"] == "warming"
+
+
 LOAD = "snapshots.ram.RamStore.prepare:entry"
 
 

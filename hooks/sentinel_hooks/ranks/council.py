@@ -9,6 +9,9 @@ Every method that talks returns None when there is nothing to agree on any more:
 the ranks are out of step, or one of them asked all to stop. `off` then says why, and the same is
 true on every rank that still lives: nobody acts alone.
 
+Every rank says a digest of its engine's state too: an error of our own that one rank alone has seen
+must not make it decide on something else from then on. Where they differ, all go on with rank 0's.
+
 What a rank carried out at a step is said at the next one. When it was not the same everywhere, the
 parameters are compared at the next safe point, and only if they differ the run is halted: on all
 ranks, at the same step.
@@ -54,6 +57,7 @@ class Note(msgspec.Struct, omit_defaults=True):
         unsaved: one that is not, and why.
         state: bytes of engine state that follow in a broadcast: the run was restarted.
         restore: a rollback that the process before had decided and not done, and its rule.
+        number: of rank 0's last save to disk; -1 for not told.
         scalars: those that advice depends on, as rank 0 has them.
     """
 
@@ -67,6 +71,7 @@ class Note(msgspec.Struct, omit_defaults=True):
     unsaved: tuple[int, str] | None = None
     state: int = 0
     restore: tuple[int, str] | None = None
+    number: int = -1
     scalars: dict[str, float] = {}
 
 
@@ -131,6 +136,11 @@ class Council:
 
     # ---------------------------------------------------------------- the step
 
+    @property
+    def patience_s(self) -> float:
+        """How long one rank may keep the others waiting outside a collective."""
+        return self._agreement.group.timeout_s / 4
+
     def begin(self) -> None:
         """A gate is entered."""
         self._heard, self._given = [], 0
@@ -155,11 +165,23 @@ class Council:
         self._log.append(Done(step, action, applied, lr_factor))
 
     def step(
-        self, measured: Any, facts: Facts, note: Note, *, attempt: int
+        self,
+        measured: Any,
+        facts: Facts,
+        note: Note,
+        *,
+        attempt: int,
+        state: Callable[[], bytes] = bytes,
     ) -> tuple[Heard, Note] | None:
-        """The one reduce of a step; `measured` None: measuring failed."""
+        """The one reduce of a step.
+
+        Args:
+            measured: None: measuring failed.
+            state: digest of the engine's; Heard.same_digest tells whether all have the same.
+        """
         try:
             says = self._said(measured, facts, note, attempt)
+            says.digest = state()
         except Exception as error:  # noqa: BLE001  the others are waiting, whatever failed here
             logger.error("this rank has nothing to say at this step: %r", error)
             says = Says(Kind.STEP, attempt=attempt, blind=True)
@@ -210,7 +232,13 @@ class Council:
         for _ in note.orders:
             self._orders.popleft()
         if len(packed) > NOTE_BYTES:
-            note = Note(lr=note.lr, scale=note.scale, shape=note.shape, paused=note.paused)
+            note = Note(
+                lr=note.lr,
+                scale=note.scale,
+                shape=note.shape,
+                paused=note.paused,
+                number=note.number,
+            )
             packed = msgspec.msgpack.encode(note)
         return packed
 
@@ -238,13 +266,37 @@ class Council:
         """Rank 0's engine state after a restart."""
         return self._tell(encoded, size)
 
+    def one_state(self, encoded: Callable[[], bytes]) -> bytes | None:
+        """All go on with rank 0's engine state, whose bytes `encoded` gives; two broadcasts."""
+        logger.error("the ranks' states differ: all go on with that of rank 0")
+        payload: bytes | None = None
+        if self.rank == 0:
+            try:
+                payload = encoded()
+            except Exception as error:  # noqa: BLE001  the others are waiting
+                logger.error("this rank cannot tell its state: %r", error)
+        told = self._tell(len(payload or b"").to_bytes(8, "little"), 8)
+        size = int.from_bytes(told or b"", "little")
+        if told is not None and not size:
+            self._stop("the ranks' states differ, and rank 0 could not tell its own")
+        return self._tell(payload, size) if size else None
+
     def _tell(self, payload: bytes | None, size: int) -> bytes | None:
         def talk() -> None:
-            told = None
+            group, told = self._agreement.group, None
+            completed = group.completed
             try:
-                told = self._agreement.group.tell(payload, size)
+                try:
+                    told = group.tell(payload, size)
+                except LostError:
+                    raise
+                except Exception as error:  # noqa: BLE001  the others are waiting: once more
+                    logger.error("a broadcast failed here: %r", error)
+                    told = group.told if group.completed > completed else group.tell(payload, size)
             except LostError as error:
                 self._lose(error)
+            except Exception as error:  # noqa: BLE001  and the others must not wait in vain
+                self.leave(f"this rank cannot speak: {type(error).__name__}: {error}")
             self._heard.append(told)
 
         told: bytes | None = self._once(talk)
@@ -252,16 +304,22 @@ class Council:
 
     # ---------------------------------------------------------------- rarer things
 
-    def vote(self, ok: bool, token: int = 0) -> Heard | None:
-        """One phase of a rollback; `token` must be the same on all."""
-        says = Says(Kind.VOTE, ok=ok, digest=token.to_bytes(8, "little"))
-        return self._say(says)
+    def vote(self, ok: bool, token: int = 0, target: int = 0) -> Heard | None:
+        """One phase of a rollback; `token` must be the same on all, and so must the target."""
+        says = Says(Kind.VOTE, ok=ok, digest=token.to_bytes(8, "little"), flying=target + 1)
+        heard = self._say(says)
+        if heard is not None and not heard.same_flight:
+            self._stop("the ranks would go back to different snapshots")
+            return None
+        return heard
 
     def canary(self, answer: CanaryAnswer | None) -> CanaryAnswer | None:
         """The mean over all ranks; None when one of them has none."""
         values = (answer.recorded, answer.now) if answer is not None else (0.0, 0.0)
-        heard = self._say(Says(Kind.CANARY, ok=answer is not None, values=values))
-        if heard is None or heard.failed or answer is None:
+        of = answer.step if answer is not None else 0
+        digest = of.to_bytes(8, "little", signed=True)
+        heard = self._say(Says(Kind.CANARY, ok=answer is not None, values=values, digest=digest))
+        if heard is None or heard.failed or answer is None or not heard.same_digest:
             return None
         return CanaryAnswer(answer.step, *heard.values)
 

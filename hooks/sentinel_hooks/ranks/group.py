@@ -33,13 +33,15 @@ class LostError(SentinelError, RuntimeError):
 class Group:
     """All ranks of one run."""
 
-    def __init__(self, backend: Any, rank: int, world: int) -> None:
+    def __init__(self, backend: Any, rank: int, world: int, timeout_s: float = 1800.0) -> None:
         """Use make()."""
         self._backend = backend
         self.rank = rank
         self.world = world
         self.collectives = 0
         self.completed = 0
+        self.timeout_s = timeout_s
+        self.told = b""  # by the last tell() that was completed
         self.why_lost = ""
 
     @classmethod
@@ -50,7 +52,8 @@ class Group:
             RuntimeError: they did not all come within the timeout.
         """
         gloo = torch.distributed.ProcessGroupGloo
-        return cls(gloo(store, rank, world, timedelta(seconds=timeout_s)), rank, world)
+        backend = gloo(store, rank, world, timedelta(seconds=timeout_s))
+        return cls(backend, rank, world, timeout_s)
 
     @property
     def lost(self) -> bool:
@@ -79,8 +82,13 @@ class Group:
             buffer[: len(payload)] = np.frombuffer(payload, dtype=np.uint8)
         options: Any = torch.distributed.BroadcastOptions()
         options.rootRank = 0
-        self._run("broadcast", [torch.from_numpy(buffer)], options)
-        return buffer.tobytes()
+        completed = self.completed
+        try:
+            self._run("broadcast", [torch.from_numpy(buffer)], options)
+        finally:
+            if self.completed > completed:
+                self.told = buffer.tobytes()
+        return self.told
 
     def tell_any(self, payload: bytes | None) -> bytes:
         """Rank 0's bytes, however many; two broadcasts.

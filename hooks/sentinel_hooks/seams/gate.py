@@ -64,7 +64,10 @@ class StepDriver(Protocol):
         ...
 
     def after_step(self, optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:
-        """step() has run and everything is put back. Runs under the guard and no_grad."""
+        """step() has run and everything is put back. Runs under the guard and no_grad.
+
+        It is called once more if it failed.
+        """
         ...
 
     def zeroed(self, optimizer: torch.optim.Optimizer) -> None:
@@ -178,9 +181,15 @@ class Gate:
             return
         self._put_back()
         with torch.no_grad():
-            self._guard.run("gate_after", self._driver.after_step, optimizer, plan)
+            # Once more: a rank that has not noted its own step no longer decides as the others do.
+            if not self._guard.run("gate_after", self._stepped, optimizer, plan):
+                self._guard.run("gate_after", self._stepped, optimizer, plan)
         if plan.halt:
             raise TrainingHalted(plan.halt)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, plan: StepPlan) -> bool:
+        self._driver.after_step(optimizer, plan)
+        return True
 
     def _put_back(self) -> None:
         self.stepping = False

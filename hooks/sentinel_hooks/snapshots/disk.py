@@ -337,14 +337,18 @@ class DiskStore:
         self._pending = _Pending(step, attempt, path)
         return path
 
-    def commit(self, step: int) -> None:
-        """On rank 0, when all ranks have written their parts: make them one, in the background."""
+    def commit(self, step: int, wait_s: float = COMMIT_WAIT_S) -> None:
+        """On rank 0, when all ranks have written their parts: make them one, in the background.
+
+        Args:
+            wait_s: for parts that are not to be seen yet.
+        """
         pending = self._pending
         if self._rank or pending is None or pending.step != step:
             return
         self._committing = True
         self._start()
-        self._jobs.put(partial(self._commit_parts, pending))
+        self._jobs.put(partial(self._commit_parts, pending, wait_s))
 
     def committed(self, step: int) -> None:
         """On all ranks, when all know that it is committed: it can be gone back to."""
@@ -479,6 +483,12 @@ class DiskStore:
             self._health[unmarked] = Health.CANDIDATE
             self._seen = None
         self._unmarked.clear()
+
+    @property
+    def idle(self) -> bool:
+        """No part of this rank is being written, and poll() has nothing to tell."""
+        nothing = self._busy is None and not self._committing and not self._done
+        return nothing and self._config.adopt is None
 
     @property
     def ready(self) -> bool:
@@ -693,7 +703,7 @@ class DiskStore:
             took = time.perf_counter() - began
             self._done.append(_Done(PartWritten(image.step, took), path, image))
 
-    def _commit_parts(self, pending: _Pending) -> None:
+    def _commit_parts(self, pending: _Pending, wait_s: float) -> None:
         began = time.perf_counter()
         path, step = pending.path, pending.step
         try:
@@ -701,7 +711,7 @@ class DiskStore:
             adopted = "adopted" in manifest
             ranks = 1 if adopted else self._world
             while missing := store.missing_parts(path, ranks):
-                if time.perf_counter() - began > COMMIT_WAIT_S:
+                if time.perf_counter() - began > wait_s:
                     raise SnapshotError(
                         f"{path.name}: {missing}; do all ranks see the same {self._root}?"
                     )

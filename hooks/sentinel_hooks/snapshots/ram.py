@@ -181,8 +181,11 @@ class RamStore:
         return spare + sum(image.size_bytes for image in list(self._images.values()))
 
     @torch.no_grad()
-    def take(self, step: int, stats: Stats) -> int:
+    def take(self, step: int, stats: Stats, *, extra: bool = True) -> int:
         """Copy everything now; the size in bytes.
+
+        Args:
+            extra: also what the user's own objects say of themselves.
 
         Raises:
             NotReadyError: some parameter has no shape yet.
@@ -190,7 +193,8 @@ class RamStore:
         """
         shards.reshard(self._target.models)
         # Before anything that can fail here alone: the user's objects may talk to other ranks.
-        extra = [thing.state_dict() for thing in self._target.extra_state]
+        things = self._target.extra_state if extra else ()
+        states = [thing.state_dict() for thing in things]
         live = dict(live_tensors(self._target))
         self._check_room(live)
         spare, self._spare = self._spare, None
@@ -206,7 +210,7 @@ class RamStore:
             scaler = self._target.live_scaler
             if scaler is not None:
                 image.scaler = copy.deepcopy(scaler.state_dict())
-            image.extra = [copier.tree(state, None) for state in extra]
+            image.extra = [copier.tree(state, None) for state in states]
             copier.flush()
         except (RuntimeError, MemoryError) as error:
             raise SnapshotError(f"copying failed: {error}") from error

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import datetime as dt
 import hashlib
 import logging
@@ -80,7 +81,7 @@ class Setup:
         survey: say which places were passed in which step.
         dump: steps whose gradients (before clipping) and weights go to rank<r>-step<t>.pt.
         moves: {step: what}, before that step: "detach", "detach:1" (rank 1 only), "attach",
-            "attach-twice".
+            "attach-twice", "spoil:1" (rank 1's engine has another state from then on).
         keep_every: the loop saves a checkpoint of its own before each such step, rank by rank;
             resume: it starts from the newest that every rank has. shift: added to the seed of the
             batches, so that a resumed run is not the same one again.
@@ -484,6 +485,11 @@ def move(me: Rank, world: World, session: Any, what: str) -> Any:
     """Attach and detach in the middle of a run."""
     what, _, only = what.partition(":")
     if not what or (only and int(only) != me.number):
+        return session
+    if what == "spoil":  # this rank's engine forgets what may be gone back to
+        state = session.state
+        ledger = dataclasses.replace(state.ledger, snapshots=(), in_weights=3)
+        session.adopt_state(dataclasses.replace(state, ledger=ledger))
         return session
     if what == "detach":
         session.detach()
