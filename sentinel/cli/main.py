@@ -117,7 +117,13 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         default=30.0,
         metavar="DAYS",
-        help="how long series of ended runs are kept (%(default)g)",
+        help="how long what is known of ended runs is kept (%(default)g)",
+    )
+    serve_.add_argument(
+        "--audit-retention",
+        type=float,
+        metavar="DAYS",
+        help="how long the audit log is kept (365, or --retention where that is longer)",
     )
     serve_.add_argument(
         "--watch",
@@ -213,6 +219,9 @@ def serve(options: argparse.Namespace) -> int:
         max_store_bytes=options.quota,
         max_run_bytes=options.run_quota,
         retention_days=options.retention,
+        audit_days=max(365.0, options.retention)
+        if options.audit_retention is None
+        else options.audit_retention,
         watch=tuple(options.watch),
     )
     if options.port is None and options.uds is None:

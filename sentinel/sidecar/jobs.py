@@ -17,11 +17,14 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC
+from functools import partial
 
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
+from sqlalchemy.orm import Session
 
 from sentinel.sidecar.security import Caller
 from sentinel.sidecar.service import Service
+from sentinel.sidecar.store import retention
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ TOKENS_S = 1.0
 LAG_S = 0.25
 LET_GO_S = 3600.0
 DRAIN_S = 5.0
+BITE_S = 0.01  # between two bites of a long work in the database
 DAY_S = 86_400.0
 
 SIDECAR = Caller("sidecar", frozenset())
@@ -48,6 +52,7 @@ class Jobs:
         self._service = service
         self._flying: set[asyncio.Task[None]] = set()
         self._reading = asyncio.Lock()
+        self._draining = False
         self._scheduler = AsyncIOScheduler(timezone=UTC)
         lost = service.settings.lost_after_s
         self._add(self.expire, min(EXPIRE_S, lost / 4))
@@ -69,6 +74,7 @@ class Jobs:
 
     async def drain(self) -> None:
         """Begin nothing new, and wait for what runs."""
+        self._draining = True
         self._scheduler.pause()
         if self._lag is not None:
             self._lag.cancel()
@@ -124,7 +130,10 @@ class Jobs:
         self._service.store.probe()
 
     async def retain(self) -> None:
-        """Old series make room; so do those of runs that are over, when there is too much."""
+        """Old series make room; so do those of runs that are over, when there is too much.
+
+        A run's rows in the database go when its retention is over, whenever its series went.
+        """
         service, store = self._service, self._service.store
         settings, now = service.settings, service.now()
         for run in service.runs.runs.values():
@@ -151,6 +160,38 @@ class Jobs:
         limit = store.run_limit()
         for record in store.records.values():
             record.limit(limit)
+        await self._forget_rows(now)
+
+    async def _forget_rows(self, now: float) -> None:
+        """What the database holds of runs that are over for long; in bites, so that writes pass."""
+        service, database = self._service, self._service.store.database
+        cutoff = now - service.settings.retention_days * DAY_S
+        deleted = 0
+        for name in await database.run(lambda session: retention.over(session, cutoff)):
+            if name in service.runs.runs:
+                continue  # in use, or its series are still there
+            rows = await self._bites(partial(retention.forget, run=name, cutoff=cutoff))
+            if rows:
+                service.runs.parked.pop(name, None)
+                logger.info("rows deleted run=%s rows=%s why=its retention is over", name, rows)
+            deleted += rows
+        audited = now - service.settings.audit_days * DAY_S
+        lines = await self._bites(partial(retention.forget_audit, cutoff=audited))
+        if lines:
+            logger.info("audit lines deleted lines=%s why=their retention is over", lines)
+        if deleted + lines:
+            await self._bites(retention.shrink)
+
+    async def _bites(self, bite: Callable[[Session], int]) -> int:
+        """Until there is nothing left to do; returns the sum."""
+        total = 0
+        while not self._draining:
+            done = await self._service.store.database.run(bite)
+            if done <= 0:
+                break
+            total += done
+            await asyncio.sleep(BITE_S)
+        return total
 
     async def maps(self) -> None:
         """Maxima of closed layer segments, so that a long run's map opens at once."""

@@ -31,7 +31,8 @@ class Settings:
         database: URL of a database server; "" for an SQLite file in data_dir.
         max_run_bytes: what the series of one run may take; its oldest segments make room.
         max_store_bytes: what all series may take; runs that are over make room, oldest first.
-        retention_days: series of runs that ended longer ago are deleted.
+        retention_days: series and rows of runs that ended longer ago are deleted.
+        audit_days: lines of the audit log that are older are deleted.
         on_decision: told the run and the row of every executed decision but PROCEED, once, when it
             is live; it must return at once. Marks in Grafana are written by it.
         watch: folders of embedded runs (a trainer's run_dir) that are shown too, read-only.
@@ -49,6 +50,7 @@ class Settings:
     max_run_bytes: int = 2 * 2**30
     max_store_bytes: int = 50 * 2**30
     retention_days: float = 30.0
+    audit_days: float = 365.0
     watch: tuple[Path, ...] = ()
     on_decision: Callable[[str, Mapping[str, Any]], None] | None = None
 
@@ -57,6 +59,11 @@ class Settings:
             raise ConfigError(f"lost_after_s must be above 0, got {self.lost_after_s:g}")
         if not self.retention_days > 0:
             raise ConfigError(f"retention_days must be above 0, got {self.retention_days:g}")
+        if not self.audit_days >= self.retention_days:
+            raise ConfigError(
+                f"audit_days must be at least retention_days ({self.retention_days:g}), got "
+                f"{self.audit_days:g}: the log must say what was asked of a run that is still kept"
+            )
         for name in ("max_run_bytes", "max_store_bytes"):
             if getattr(self, name) < MIN_RUN_BYTES:
                 raise ConfigError(

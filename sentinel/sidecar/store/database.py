@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 MOST_QUEUED = 10_000
 BUSY_MS = 5_000
 ANSWER_S = 10.0
+MOST_REWRITTEN = 256 * 2**20  # a second or two
 
 T = TypeVar("T")
 
@@ -154,11 +156,40 @@ class Database:
 
 
 def _migrate(engine: Engine) -> None:
+    if engine.dialect.name == "sqlite":
+        _let_shrink(engine)
     with engine.begin() as connection:
         config = Config(attributes={"connection": connection})
         place = Path(__file__).parent / "migrations"
         config.set_main_option("script_location", str(place).replace("%", "%%"))
         command.upgrade(config, "head")
+
+
+def _let_shrink(engine: Engine) -> None:
+    """A file of an earlier release gives no space back: it is written anew, once, if it is small.
+
+    New ones are made so by _sqlite.
+    """
+    connection = engine.raw_connection()
+    try:
+        cursor = connection.cursor()
+        ((auto,),) = cursor.execute("PRAGMA auto_vacuum").fetchall()
+        ((pages,),) = cursor.execute("PRAGMA page_count").fetchall()
+        ((size,),) = cursor.execute("PRAGMA page_size").fetchall()
+        if auto or not pages:
+            return
+        if pages * size > MOST_REWRITTEN:
+            logger.warning(
+                "the database file does not shrink when old runs go; to let it, stop the sidecar "
+                "and run once: sqlite3 sentinel.db 'PRAGMA auto_vacuum=INCREMENTAL; VACUUM;'"
+            )
+            return
+        cursor.execute("PRAGMA auto_vacuum=INCREMENTAL")
+        cursor.execute("VACUUM")
+    except sqlite3.Error as error:  # a disk that is full or read-only: it stays as it is
+        logger.warning("the database file was not made to shrink error=%s", error)
+    finally:
+        connection.close()
 
 
 def _engine(url: str) -> Engine:
@@ -190,6 +221,7 @@ def _engine(url: str) -> Engine:
 
 def _sqlite(connection: Any, _: object) -> None:
     cursor = connection.cursor()
+    cursor.execute("PRAGMA auto_vacuum=INCREMENTAL")  # counts in a new file only, before any other
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.execute(f"PRAGMA busy_timeout={BUSY_MS}")
