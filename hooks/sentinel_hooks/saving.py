@@ -394,8 +394,8 @@ class Saving:
         disk.wait(CLOSE_WAIT_S)
         ended = disk.poll()
         if council.rank == 0 and any(isinstance(e, PartWritten) for e in ended):
-            disk.commit(step, CLOSE_WAIT_S)
-            disk.wait(CLOSE_WAIT_S)
+            disk.commit(step, patience)  # of ranks that write more slowly
+            disk.wait(patience + CLOSE_WAIT_S)
             ended = disk.poll()
             if any(isinstance(e, Saved) for e in ended):
                 disk.committed(step)
