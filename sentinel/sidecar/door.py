@@ -23,7 +23,6 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
@@ -31,7 +30,7 @@ from sentinel.core.errors import ConfigError, ProtocolError
 from sentinel.sidecar.runs import RefusedError
 from sentinel.sidecar.security import ANYONE, Access, Caller, Limits, Role
 from sentinel.sidecar.settings import Settings
-from sentinel.wire import codec, messages
+from sentinel.wire import codec, messages, sense
 from sentinel.wire.messages import Message, Refused
 
 logger = logging.getLogger(__name__)
@@ -256,8 +255,5 @@ def refusal(error: RefusedError | ProtocolError | ConfigError) -> Response:
 
 
 def read_json(kind: type[T], body: bytes, what: str) -> T:
-    """A JSON body as that type; raises ProtocolError."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{what} cannot be read: {error}") from error
+    """A JSON body as that type, strictly; raises ProtocolError."""
+    return sense.decode_json(body, kind, what)

@@ -19,6 +19,9 @@ Schema = dict[str, Any]
 
 WORDS = ["nan", "inf", "-inf"]
 NUMBER: Schema = {"anyOf": [{"type": "number"}, {"type": "string", "enum": WORDS}]}
+NORM: Schema = {
+    "anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "enum": ["nan", "inf"]}]
+}
 STEP: Schema = {"type": "integer", "minimum": 0, "maximum": 2**53 - 1}
 TEXT: Schema = {"type": "string"}
 TRUTH: Schema = {"type": "boolean"}
@@ -68,6 +71,11 @@ def table(required: tuple[str, ...] = (), /, **properties: Schema) -> Schema:
     return found
 
 
+def strict(required: tuple[str, ...] = (), /, **properties: Schema) -> Schema:
+    """An object that somebody sends: a field that there is not is refused."""
+    return table(required, **properties) | {"additionalProperties": False}
+
+
 def ref(name: str) -> Schema:
     """One of SCHEMAS."""
     return {"$ref": f"#/components/schemas/{name}"}
@@ -87,7 +95,7 @@ SCHEMAS: dict[str, Schema] = {
     "Layer": {
         "anyOf": [
             TEXT,
-            table(
+            strict(
                 ("name",),
                 name=TEXT,
                 kind=TEXT,
@@ -97,27 +105,33 @@ SCHEMAS: dict[str, Schema] = {
             ),
         ]
     },
-    "Registration": table(layers=listed(ref("Layer"))),
-    "Observation": table(
+    "Registration": strict(layers=listed(ref("Layer"))),
+    "Observation": strict(
         ("step",),
         step=STEP,
         loss=maybe(NUMBER),
-        grad_norm=maybe(NUMBER),
-        lr=maybe(NUMBER),
-        loss_scale=maybe(NUMBER),
+        grad_norm=maybe(NORM),
+        lr=maybe(NORM),
+        loss_scale=maybe(NORM),
         params_finite=maybe(TRUTH),
-        shape=listed(WHOLE),
+        shape={"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": 16},
         blind=TRUTH,
-        batch_id=TEXT,
-        columns={"type": "object", "additionalProperties": listed(NUMBER)},
+        batch_id={"type": "string", "maxLength": 1024},
+        columns={
+            "type": "object",
+            "additionalProperties": listed(maybe(NUMBER)),
+            "maxProperties": 64,
+            "description": "A number for each registered layer; norms are 0 or more; null, or "
+            "-inf, where a layer was not measured.",
+        },
     ),
-    "Outcome": table(
+    "Outcome": strict(
         ("step", "executed", "applied"),
         step=STEP,
         executed={"type": "string", "enum": ACTIONS},
         applied=TRUTH,
     ),
-    "Event": table(
+    "Event": strict(
         ("kind", "step"),
         kind={
             "type": "string",
@@ -136,11 +150,11 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "Step": {
         "anyOf": [
-            table(
+            strict(
                 ("observation",),
                 observation=ref("Observation"),
                 outcome=maybe(ref("Outcome")),
-                events=listed(ref("Event")),
+                events=listed(ref("Event")) | {"maxItems": 64},
             ),
             ref("Observation"),
         ]
@@ -173,6 +187,8 @@ SCHEMAS: dict[str, Schema] = {
         watched=TRUTH,
         policy=TEXT,
         mode=TEXT,
+        open_incidents=maybe(WHOLE),
+        open_advice=maybe(WHOLE),
         last_report_s_ago={"type": "number"},
         registered_at=TIME,
         ended_at=maybe(TIME),
@@ -214,7 +230,7 @@ SCHEMAS: dict[str, Schema] = {
         source=TEXT,
         at=TIME,
     ),
-    "Command": table(
+    "Command": strict(
         ("kind",),
         kind={"type": "string", "enum": [str(kind) for kind in CommandKind]},
         id={"type": "string", "maxLength": 128},
@@ -356,7 +372,7 @@ def _paths() -> dict[str, dict[str, Schema]]:
                 "The run is over",
                 table(("run", "state"), run=TEXT, state=TEXT),
                 parameters=(_RUN,),
-                body=table(state={"type": "string", "enum": ["finished", "halted"]}),
+                body=strict(state={"type": "string", "enum": ["finished", "halted"]}),
                 required=False,
                 msgpack=True,
             ),
@@ -447,7 +463,7 @@ def _paths() -> dict[str, dict[str, Schema]]:
                 "Acknowledge an incident",
                 table(("incident", "acknowledged_by"), incident=TEXT, acknowledged_by=TEXT),
                 parameters=(_INCIDENT,),
-                body=table(by=TEXT),
+                body=strict(by=TEXT),
                 required=False,
             ),
         },
@@ -456,7 +472,7 @@ def _paths() -> dict[str, dict[str, Schema]]:
                 "Nobody is paged about it for a while",
                 table(("incident", "silenced_until"), incident=TEXT, silenced_until=maybe(TIME)),
                 parameters=(_INCIDENT,),
-                body=table(
+                body=strict(
                     ("for_s",),
                     for_s={"type": "number", "minimum": 0, "maximum": 30 * 86400},
                     by=TEXT,

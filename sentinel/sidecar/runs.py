@@ -66,8 +66,8 @@ from sentinel.sidecar.store.record import (
 )
 from sentinel.sidecar.store.store import Store
 from sentinel.traces.records import StepRecord
-from sentinel.wire import codec, messages
-from sentinel.wire.codec import WireDecision
+from sentinel.wire import codec, messages, sense
+from sentinel.wire.codec import WireDecision, WireEvent
 from sentinel.wire.messages import (
     Close,
     Counts,
@@ -94,6 +94,11 @@ MOST_LAYERS = 100_000
 MOST_NAME = 512
 MOST_NUMBER = 2**53  # steps and report numbers beyond it are nonsense
 MAX_COMMANDS = 256
+MOST_REFUSED = 16  # reasons in one answer; the first says what the others are like
+MOST_EVENTS = 64
+MOST_TEXT = 4096
+MOST_KINDS = 256  # different reasons, places or gauges that a trainer counts
+MOST_INFO = 64
 OPEN_ORDER = ("pending", "delivered")
 
 
@@ -205,6 +210,7 @@ class Run:
     watched: bool = False  # an embedded run, seen in its folder: read-only
     ended: float | None = None  # when it was closed or lost
     unwritten: int = 0  # reports that no disk took
+    rejected: int = 0  # reports that made no sense
     saved_incidents: tuple[Incident, ...] = ()
     unrevived: bool = False  # the same for the state of a run that has no engine of its own
     unread: bool = False  # from an earlier start: what is on disk of it was not looked at yet
@@ -352,7 +358,7 @@ class Runs:
             policy_hash=codec.digest(data),
             engine_version=message.engine_version,
             layers=_apart(message.layers),
-            info=dict(message.info),
+            info={k[:MOST_NAME]: v[:MOST_NAME] for k, v in list(message.info.items())[:MOST_INFO]},
             registered=now,
             max_layers=self.settings.max_layers,
             reason=reason,
@@ -376,9 +382,9 @@ class Runs:
             ProtocolError: a frame cannot be read.
         """
         run = self._writer(message.run, message.incarnation, message.fence)
-        frames = [messages.decode_frame(raw) for raw in message.frames]
-        for frame in frames:
-            _check_frame(run, frame)
+        if message.counts is not None:
+            _check_counts(message.counts)
+        frames, refused = self._sound(run, message)
         run.heard(now, report=bool(frames))
         self._is_back(run, now)
         if message.counts is not None:
@@ -392,6 +398,7 @@ class Runs:
                 step=-1,
                 commands=orders,
                 expires_in_s=_left(run, orders, now),
+                refused=refused,
             )
         reply, kept = None, True
         for frame in frames:
@@ -404,7 +411,39 @@ class Runs:
                     break
                 kept = kept and reply.recorded
         assert reply is not None
-        return reply if kept else msgspec.structs.replace(reply, recorded=False)
+        if not kept or refused:
+            reply = msgspec.structs.replace(reply, recorded=kept, refused=refused)
+        return reply
+
+    def _sound(self, run: Run, message: Steps) -> tuple[list[Frame], tuple[str, ...]]:
+        """The frames that can be taken, and what is wrong with each of the others.
+
+        One that comes alone to be decided is refused as a whole: its trainer is there to hear it.
+        Among others, or late, it must not keep them out for ever, since its trainer would bring
+        the same batch again and again: the rest is taken, and the answer says what was not.
+
+        Raises:
+            ProtocolError: the only frame of a live message cannot be taken.
+        """
+        frames: list[Frame] = []
+        refused: list[str] = []
+        count = len(message.frames)
+        for at, raw in enumerate(message.frames):
+            try:
+                frame = messages.decode_frame(raw)
+                _check_frame(run, frame)
+            except ProtocolError as error:
+                if count == 1 and not message.late:
+                    run.rejected += 1
+                    raise
+                refused.append(f"frame {at + 1} of {count}: {error}")
+            else:
+                frames.append(frame)
+        if refused:
+            if not run.rejected:
+                logger.warning("reports refused run=%s why=%s", run.name, refused[0][:500])
+            run.rejected += len(refused)
+        return frames, tuple(refused[:MOST_REFUSED])
 
     def hand_over(self, message: HandOver, now: float) -> None:
         """Take the trainer's state; raises RefusedError or ProtocolError."""
@@ -897,10 +936,12 @@ class Runs:
         self._revive(run)
         _check_step("observation.step", observation.step)
         _check_columns(run, observation.columns)
-        if any(not 0 <= size < MOST_SIZE for size in observation.shape):
-            raise ProtocolError("observation.shape must hold sizes from 0 on, below 2**63")
-        for event in events:
-            _check_step("event.step", event.step)
+        if outcome is not None:
+            _check_step("outcome.step", outcome.step)
+        if len(events) > MOST_EVENTS:
+            raise ProtocolError(f"events may be {MOST_EVENTS} at one step, got {len(events)}")
+        for at, event in enumerate(events):
+            _check_event(f"events[{at}]", event)
         run.heard(now, report=True)
         self._is_back(run, now)
         moves: list[Move] = []
@@ -1147,6 +1188,7 @@ class Runs:
                 new.registered, new.interval_s = old.registered, old.interval_s
                 new.record, new.theirs = old.record, old.theirs
                 new.last_report, new.unwritten = old.last_report, old.unwritten
+                new.rejected = old.rejected
                 new.saved_incidents = old.saved_incidents
         if new.record is None:
             self._open(new, first)
@@ -1255,19 +1297,64 @@ def _check_frame(run: Run, frame: Frame) -> None:
         )
     _check_step("frame.step", seen.step)
     _check_step("frame.attempt", frame.attempt)
-    for name, data in seen.columns.items():
-        _check_column_name(name)
-        if len(data) != 4 * len(run.layers):
-            raise ProtocolError(
-                f"column {name!r} must hold a float32 for each of the {len(run.layers)} layers "
-                f"that were registered, got {len(data)} bytes"
-            )
+    try:
+        sense.check_numbers(seen)
+        if seen.columns:
+            for name, data in seen.columns.items():
+                _check_column_name(name)
+                if len(data) != 4 * len(run.layers):
+                    raise ProtocolError(
+                        f"column {name!r} must hold a float32 for each of the {len(run.layers)} "
+                        f"layers that were registered, got {len(data)} bytes"
+                    )
+            sense.check_column_bytes(seen.columns)
+    except ProtocolError as error:
+        raise ProtocolError(f"step {seen.step}: {error}") from None
     for move in frame.moves:
+        if not isinstance(move, WireOutcome):
+            _check_event("move", move)
+            continue
         _check_step("move.step", move.step)
-        if isinstance(move, WireOutcome) and move.source not in _SOURCES:
+        if move.source not in _SOURCES:
             raise ProtocolError(
                 f"outcome.source must be one of {', '.join(_SOURCES)}, got {move.source!r}"
             )
+
+
+def _check_event(what: str, event: Event | WireEvent) -> None:
+    _check_step(f"{what}.step", event.step)
+    target = getattr(event, "target", None)
+    if target is not None:
+        _check_step(f"{what}.target", target)
+    for name in ("reason", "by"):
+        if len(getattr(event, name, "")) > MOST_TEXT:
+            raise ProtocolError(f"{what}.{name} must have at most {MOST_TEXT} characters")
+
+
+def _check_counts(counts: Counts) -> None:
+    """Raise ProtocolError for counters that are none: they become series of /metrics."""
+    whole = [("mismatches", counts.mismatches), ("dropped", counts.dropped)]
+    for name, table in (
+        ("misses", counts.misses),
+        ("internal_errors", counts.internal_errors),
+        ("gauges", counts.gauges),
+    ):
+        if len(table) > MOST_KINDS:
+            raise ProtocolError(f"counts.{name} may be {MOST_KINDS} numbers, got {len(table)}")
+        for key, value in table.items():
+            if len(key) > MOST_NAME:
+                raise ProtocolError(
+                    f"a name in counts.{name} must have at most {MOST_NAME} characters, got "
+                    f"{key[:64]!r}..."
+                )
+            if isinstance(value, int):
+                whole.append((f"{name}[{key!r}]", value))
+    for name, value in whole:
+        _check_step(f"counts.{name}", value)
+    if not counts.longest_wait_s >= 0.0:
+        raise ProtocolError(
+            f"counts.longest_wait_s must be 0 or more, got {counts.longest_wait_s:g}"
+        )
 
 
 _COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -1347,6 +1434,7 @@ def details(run: Run, now: float) -> dict[str, Any]:
         },
         "missing_reports": run.seen.holes(),
         "unwritten_reports": run.unwritten,
+        "refused_reports": run.rejected,
         "decided": run.decided,
         "misses": run.counts.misses,
         "mismatches": run.counts.mismatches,

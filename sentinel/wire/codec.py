@@ -43,6 +43,7 @@ from sentinel.core.state import State, Stats
 from sentinel.core.types import (
     NO_COLUMNS,
     NO_SCALARS,
+    NOT_MEASURED,
     Action,
     CanaryAnswer,
     Column,
@@ -53,6 +54,7 @@ from sentinel.core.types import (
     Outcome,
     Readings,
 )
+from sentinel.wire.sense import check_columns, check_numbers, decode_json
 
 HASH_BYTES = 16
 
@@ -414,7 +416,7 @@ def to_json(value: Any, *, indent: int | None = None) -> bytes:
     return json.dumps(plain(value), indent=indent, allow_nan=False).encode()
 
 
-class _JsonObservation(msgspec.Struct, frozen=True):
+class _JsonObservation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
     loss: float | str | None = None
     grad_norm: float | str | None = None
@@ -424,7 +426,7 @@ class _JsonObservation(msgspec.Struct, frozen=True):
     shape: tuple[int, ...] = ()
     blind: bool = False
     batch_id: str = ""
-    columns: dict[str, list[float | str]] = {}
+    columns: dict[str, list[float | str | None]] = {}
 
 
 def observation_from_json(data: bytes) -> Observation:
@@ -434,18 +436,20 @@ def observation_from_json(data: bytes) -> Observation:
     Commands and canaries cannot be given here.
 
     Raises:
-        ProtocolError: not such an object; the message names the field.
+        ProtocolError: not such an object, a field that there is not, or a number that nobody can
+            have measured (wire.sense); the message names the field.
     """
-    try:
-        seen = msgspec.json.decode(data, type=_JsonObservation)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"observation cannot be read: {error}") from error
+    seen = decode_json(data, _JsonObservation, "observation")
     columns: dict[str, Column] = {}
     for name, values in seen.columns.items():
-        numbers = [_number(v, f"columns.{name}") for v in values]
+        numbers = [
+            NOT_MEASURED if v is None else _number(v, f"columns.{name}[{at}]")
+            for at, v in enumerate(values)
+        ]
         with np.errstate(over="ignore"):  # what no float32 can hold is inf
             columns[name] = np.asarray(numbers, dtype=np.float64).astype(np.float32)
-    return Observation(
+    check_columns(columns)
+    found = Observation(
         seen.step,
         loss=_number(seen.loss, "loss"),
         grad_norm=_number(seen.grad_norm, "grad_norm"),
@@ -457,6 +461,8 @@ def observation_from_json(data: bytes) -> Observation:
         batch_id=seen.batch_id,
         columns=columns or NO_COLUMNS,
     )
+    check_numbers(found)
+    return found
 
 
 def _number(value: float | str | None, field: str) -> float | None:

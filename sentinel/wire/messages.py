@@ -182,6 +182,8 @@ class Reply(Message, kw_only=True, frozen=True, omit_defaults=True):
         recorded: False: there is a frame that no disk took; keep them, and deliver them later.
         commands: people's orders not yet acknowledged, oldest first.
         expires_in_s: how long each of them may still be obeyed, by the sidecar's clock.
+        refused: frames among several, or late ones, that make no sense, and why: they are not
+            recorded and need not come again. The other frames of the message were taken.
     """
 
     incarnation: str
@@ -193,6 +195,7 @@ class Reply(Message, kw_only=True, frozen=True, omit_defaults=True):
     recorded: bool = True
     commands: tuple[Command, ...] = ()
     expires_in_s: tuple[float, ...] = ()
+    refused: tuple[str, ...] = ()
 
 
 class HandOver(Message, kw_only=True, frozen=True):

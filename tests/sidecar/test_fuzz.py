@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
@@ -183,8 +184,18 @@ def test_mutated_frames_are_refused_or_make_sense(
         if reply.decision is not None:
             codec.decode_decision(reply.decision)
         sent = messages.decode_message(Steps, body).frames
-        for raw in sent:  # what was taken can be read, and holds what a run can hold
+        not_taken = {int(why.split()[1]) - 1 for why in reply.refused}
+        answers[-1] += len(not_taken)
+        for at, raw in enumerate(sent):  # what was taken can be read, and a run can hold it
+            if at in not_taken:
+                continue
             taken: Frame = messages.decode_frame(raw)
+            seen = taken.observation
+            for measured in (seen.grad_norm, seen.lr, seen.loss_scale):
+                assert measured is None or not measured < 0.0
+            norms = np.frombuffer(seen.columns.get("layer_grad_norm", b""), "<f4")
+            assert not ((norms < 0.0) & (norms > -np.inf)).any()
+            assert all(0 <= size < 2**63 for size in seen.shape)
             assert 0 <= taken.seq < 2 * MOST_JUMP
             assert 0 <= taken.observation.step < 2**53
             assert all(len(c) == 12 for c in taken.observation.columns.values())
@@ -199,6 +210,7 @@ def test_mutated_frames_are_refused_or_make_sense(
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - grown
     print(f"{dict(sorted(answers.items()))}, grown by {grown / 1024:.1f} MB")
     assert answers[422] > frames // 20
+    assert answers[-1] > frames // 50  # late ones: refused one by one
     assert service.runs.get("victim").seen.missing < MOST_JUMP * 2
     assert grown < 100 * 1024
     assert not [r for r in caplog.records if r.message.startswith("request failed")]

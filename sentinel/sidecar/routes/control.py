@@ -46,7 +46,7 @@ MAX_TTL_S = 86_400.0
 MAX_LOG = 1000
 
 
-class _JsonCommand(msgspec.Struct):
+class _JsonCommand(msgspec.Struct, forbid_unknown_fields=True):
     kind: CommandKind
     id: str = ""
     value: float = 1.0
@@ -55,11 +55,11 @@ class _JsonCommand(msgspec.Struct):
     expires_in_s: float = COMMAND_TTL_S
 
 
-class _JsonAck(msgspec.Struct):
+class _JsonAck(msgspec.Struct, forbid_unknown_fields=True):
     by: str = ""
 
 
-class _JsonSilence(msgspec.Struct):
+class _JsonSilence(msgspec.Struct, forbid_unknown_fields=True):
     for_s: float
     by: str = ""
 

@@ -2,7 +2,9 @@
 
 Trainers speak msgpack (wire.messages) through raw-body routes, since a pydantic body model costs
 ten times as much and turns NaN into null. Trainers in other languages speak JSON, in which
-non-finite numbers are the words "nan", "inf" and "-inf", and find the decision in the reply.
+non-finite numbers are the words "nan", "inf" and "-inf", and find the decision in the reply. JSON
+is read strictly, since a field with a slip in its name would count as not measured; frames are not,
+since a trainer of a later version may send more (wire.messages).
 """
 
 from __future__ import annotations
@@ -37,11 +39,19 @@ from sentinel.wire.messages import (
 )
 
 
-class _JsonRegister(msgspec.Struct):
-    layers: tuple[Layer | str, ...] = ()
+class _JsonLayer(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    kind: str = ""
+    shape: tuple[int, ...] = ()
+    block: int | None = None
+    attention: bool = False
 
 
-class _JsonEvent(msgspec.Struct):
+class _JsonRegister(msgspec.Struct, forbid_unknown_fields=True):
+    layers: tuple[_JsonLayer | str, ...] = ()
+
+
+class _JsonEvent(msgspec.Struct, forbid_unknown_fields=True):
     kind: str
     step: int
     target: int | None = None
@@ -49,17 +59,17 @@ class _JsonEvent(msgspec.Struct):
     paused: bool = False
 
 
-class _JsonOutcome(msgspec.Struct):
+class _JsonOutcome(msgspec.Struct, forbid_unknown_fields=True):
     step: int
     executed: str
     applied: bool
 
 
-class _JsonClose(msgspec.Struct):
+class _JsonClose(msgspec.Struct, forbid_unknown_fields=True):
     state: Literal["finished", "halted"] = "finished"
 
 
-class _JsonStep(msgspec.Struct):
+class _JsonStep(msgspec.Struct, forbid_unknown_fields=True):
     observation: msgspec.Raw
     outcome: _JsonOutcome | None = None
     events: tuple[_JsonEvent, ...] = ()
@@ -73,7 +83,7 @@ def router(service: Service) -> APIRouter:
     async def register(run: str, request: Request) -> Response:
         def of_person(body: bytes) -> tuple[int, Any]:
             asked = read_json(_JsonRegister, body or b"{}", "registration")
-            layers = tuple(Layer(x) if isinstance(x, str) else x for x in asked.layers)
+            layers = tuple(map(_layer, asked.layers))
             taken = runs.register_json(run, layers, now())
             return 200, {"run": run, "policy": taken.policy.to_dict()}
 
@@ -132,7 +142,19 @@ def _json_step(body: bytes) -> _JsonStep:
     table = read_json(dict[str, msgspec.Raw], body, "step")
     if "observation" in table:
         return read_json(_JsonStep, body, "step")
+    beside = [name for name in ("outcome", "events") if name in table]
+    if beside:
+        raise ProtocolError(
+            f"step.{beside[0]} stands beside the observation, not in it: "
+            f'{{"observation": {{"step": 7, ...}}, "{beside[0]}": ...}}'
+        )
     return _JsonStep(observation=msgspec.Raw(body))
+
+
+def _layer(asked: _JsonLayer | str) -> Layer:
+    if isinstance(asked, str):
+        return Layer(asked)
+    return Layer(asked.name, asked.kind, asked.shape, asked.block, asked.attention)
 
 
 def _outcome(asked: _JsonOutcome) -> Outcome:
