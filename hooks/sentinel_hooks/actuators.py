@@ -1,10 +1,15 @@
 """Actuators: leave this step out, or multiply its learning rate; and put everything back.
 
-    held = hold_back(optimizer)        no gradient is left: optimizer.step() moves nothing
+    held = HeldBack(optimizer)         remembers
+    held.take()                        no gradient is left: optimizer.step() moves nothing
     held.give_back()                   gradients and optimizer state as they were, bit for bit
 
-    cut = scale_lr(optimizer, 0.5)     every group's lr times 0.5
+    cut = ScaledLr(optimizer, 0.5)     remembers
+    cut.cut()                          every group's lr times 0.5
     cut.undo()                         the very objects that were there before
+
+Remembering comes first and acting may be done twice: after an error in the middle of it nothing is
+lost, and a second try does not cut what is cut already.
 
 A step without gradients is the only skip that every torch optimizer honours: zeroed gradients
 still move momentum and weight decay, and an update times zero is NaN where the gradient was. Some
@@ -23,7 +28,10 @@ from torch import Tensor
 
 
 class HeldBack:
-    """One optimizer's gradients, taken away for the length of one step()."""
+    """One optimizer's gradients, taken away for the length of one step().
+
+    The caller must give them back after it.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -37,6 +45,9 @@ class HeldBack:
             key: dict(value) if isinstance(value, dict) else value
             for key, value in optimizer.state.items()
         }
+
+    def take(self) -> None:
+        """Leave no gradient."""
         for p, _ in self._grads:
             p.grad = None
 
@@ -61,35 +72,33 @@ class HeldBack:
 
 
 class ScaledLr:
-    """One optimizer's learning rates, multiplied for the length of one step()."""
+    """One optimizer's learning rates, multiplied for the length of one step().
+
+    The caller must undo it after it.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        self._factor = factor
         self._groups: list[tuple[dict[str, Any], Any, Tensor | None]] = []
         for group in optimizer.param_groups:
             lr = group["lr"]
-            if isinstance(lr, Tensor):
-                # In place: a captured or compiled step holds on to this very tensor.
-                self._groups.append((group, lr, lr.detach().clone()))
-                lr.mul_(factor)
-            else:
-                self._groups.append((group, lr, None))
-                group["lr"] = lr * factor
+            kept = lr.detach().clone() if isinstance(lr, Tensor) else None
+            self._groups.append((group, lr, kept))
 
+    @torch.no_grad()
+    def cut(self) -> None:
+        """Multiply."""
+        for group, original, kept in self._groups:
+            if kept is not None:
+                # In place: a captured or compiled step holds on to this very tensor.
+                original.copy_(kept).mul_(self._factor)
+            else:
+                group["lr"] = original * self._factor
+
+    @torch.no_grad()
     def undo(self) -> None:
         """The original value, put back and never divided out."""
         for group, original, kept in self._groups:
             if kept is not None:
                 original.copy_(kept)
             group["lr"] = original
-
-
-@torch.no_grad()
-def hold_back(optimizer: torch.optim.Optimizer) -> HeldBack:
-    """Take the gradients away; the caller must give them back after step()."""
-    return HeldBack(optimizer)
-
-
-@torch.no_grad()
-def scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> ScaledLr:
-    """Multiply the learning rates; the caller must undo it after step()."""
-    return ScaledLr(optimizer, factor)

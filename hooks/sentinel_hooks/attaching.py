@@ -299,6 +299,7 @@ class _Hello(msgspec.Struct):
     incarnation: str = ""
     policy: bytes = b""
     sidecar: bool = False
+    url: str = ""
     step: int = 0
     ledger: bytes = b""  # a state with cold statistics, of a run that was found
     paused: bool = False
@@ -396,6 +397,7 @@ def _begin_together(
                 incarnation=beginning.incarnation,
                 policy=codec.encode_policy(beginning.link.policy),
                 sidecar=bool(status.url) and status.decide is Decide.SIDECAR,
+                url=status.url,
                 ledger=codec.encode_state(state) if beginning.keeper.found is not None else b"",
                 paused=beginning.keeper.paused_by_file,
                 first_save=beginning.first_save,
@@ -429,7 +431,11 @@ def _begin_together(
         if hello.ledger:
             keeper.begin_with = codec.decode_state(hello.ledger)
         beginning = _Beginning(
-            hello.run, hello.incarnation, EmbeddedLink(policy), keeper, hello.first_save
+            hello.run,
+            hello.incarnation,
+            EmbeddedLink(policy, asked_by_rank_0=hello.url),
+            keeper,
+            hello.first_save,
         )
     agreement = Agreement(group, Layout(len(table), *part_names(signals)))
     sharded = any(hasattr(p, "device_mesh") for m in target.models for p in m.parameters())

@@ -82,7 +82,8 @@ class LinkStatus:
     """The link in plain values, for `session.status()`.
 
     Attributes:
-        state: embedded, connected, recording_only, connecting, breaker_open, refused, closed.
+        state: embedded, connected, recording_only, connecting, breaker_open, refused, closed; on
+            another rank than 0: rank_0_asks.
         detail: one sentence when there is something to say.
         decided: steps by whose decision was carried out.
         misses: steps on which the sidecar was asked in vain, by reason.
@@ -156,8 +157,10 @@ class Link(Protocol):
 class EmbeddedLink:
     """No sidecar: the trainer's own engine decides, nothing is sent."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, asked_by_rank_0: str = "") -> None:
+        """`asked_by_rank_0`: on another rank, the address of the sidecar that rank 0 has."""
         self._policy = policy
+        self._url = asked_by_rank_0
         self._decided = 0
 
     @property
@@ -183,6 +186,8 @@ class EmbeddedLink:
         pass
 
     def status(self) -> LinkStatus:
+        if self._url:
+            return LinkStatus(self._url, state="rank_0_asks", detail="its status() says how it is")
         return LinkStatus(decided={str(Source.TRAINER): self._decided})
 
     def close(self, how: str = "finished", state: State | None = None) -> None:

@@ -429,15 +429,12 @@ class Saving:
         if council is None:
             self._restore(decided, rule)
             return
-        if self._restored_of == of:
-            return
-        try:
-            self._restore_twice(council, decided, rule)
-        finally:
-            self._restored_of = of
+        if self._restored_of != of:
+            self._restore_twice(council, decided, rule, of)
 
-    def _restore_twice(self, council: Council, decided: int | None, rule: str) -> None:
+    def _restore_twice(self, council: Council, decided: int | None, rule: str, of: int) -> None:
         council.begin()
+        self._restored_of = of  # from here on no error gets out
         noted = self._host.now.ledger.pending_restore is None
         try:
             self._restore(decided, rule)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sentinel_hooks.actuators import hold_back, scale_lr
+from sentinel_hooks.actuators import HeldBack, ScaledLr
 from sentinel_hooks.guard import LIMIT, Guard
 from sentinel_hooks.seams.patch import Patch
 
@@ -78,7 +78,9 @@ def test_holding_back_leaves_no_gradient_and_gives_the_same_objects_back() -> No
     optimizer.param_groups[0]["k"] = 3
     grads = [p.grad for p in model.parameters()]
     state = {p: dict(optimizer.state[p]) for p in model.parameters()}
-    held = hold_back(optimizer)
+    held = HeldBack(optimizer)
+    held.take()
+    held.take()  # an error came between: once more
     assert all(p.grad is None for p in model.parameters())
     optimizer.state[model.weight]["exp_avg"] = torch.zeros(1)  # whatever step() may do
     optimizer.state[nn.Parameter(torch.zeros(1))] = {"new": 1}
@@ -96,7 +98,9 @@ def test_a_scaled_rate_comes_back_as_the_object_it_was() -> None:
     rate = torch.tensor(0.3)
     optimizer = torch.optim.SGD([{"params": [a], "lr": 0.1}, {"params": [b], "lr": rate}], lr=1.0)
     first = optimizer.param_groups[0]["lr"]
-    cut = scale_lr(optimizer, 1 / 3)
+    cut = ScaledLr(optimizer, 1 / 3)
+    cut.cut()
+    cut.cut()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 3)
     assert optimizer.param_groups[1]["lr"] is rate
     assert rate.item() == pytest.approx(0.1)

@@ -186,6 +186,8 @@ def test_all_ranks_do_the_same_whatever_one_of_them_does_at_length(
         "plain raise 2 32 session.Session._all_stepped:exit",
         "fsdp raise 3 32 session.Session._settle:entry",
         "ddp raise 1 32 saving.Saving.restore:exit",
+        # A rate that was cut twice.
+        "ddp raise 2 32 actuators.ScaledLr.cut:exit",
         # A part of a save that nobody heard of: at detach rank 0 waited for it.
         "ddp raise 3 16 snapshots.disk.next_due:exit",
     ],
@@ -201,7 +203,7 @@ def test_a_survey_passes_the_places_of_a_skip_and_of_a_rollback(survey: Survey) 
     for world in ("ddp", "fsdp", "plain"):
         for places in survey.places(world):
             names = {p.rstrip("!").rpartition(":")[0] for p in places}
-            assert {"actuators.hold_back", "saving.Saving._restore"} <= names
+            assert {"actuators.HeldBack.take", "saving.Saving._restore"} <= names
             assert len(places) > 100
 
 

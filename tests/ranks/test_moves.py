@@ -163,6 +163,8 @@ def test_with_a_sidecar_one_broadcast_more(ranks: Ranks) -> None:
         said = rank.said("collectives")
         counts = [{k: v for k, v in s.items() if k not in ("what", "t")} for s in said]
         assert counts == [{"allreduce": 1, "broadcast": 1}] * 24
+        state = "rank_0_asks" if rank.rank else "connected"
+        assert f"sidecar: {state} {sidecar.url}" in rank.last("end")["status"]["text"]
 
 
 def test_a_dead_sidecar_is_dead_for_all_ranks_alike(ranks: Ranks) -> None:

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sentinel_hooks.actuators import HeldBack, ScaledLr, hold_back, scale_lr
+from sentinel_hooks.actuators import HeldBack, ScaledLr
 from sentinel_hooks.errors import TrainingHalted
 from sentinel_hooks.guard import Guard
 from sentinel_hooks.seams.patch import Patch, Stand
@@ -163,10 +163,14 @@ class Gate:
         return (args, kwargs) if call is not None else None
 
     def _act(self, plan: StepPlan) -> bool:
-        if plan.hold and self._held is None:
-            self._held = hold_back(self.optimizer)
-        elif plan.lr_factor != 1.0 and not plan.hold and self._lr is None:
-            self._lr = scale_lr(self.optimizer, plan.lr_factor)
+        if plan.hold:
+            if self._held is None:
+                self._held = HeldBack(self.optimizer)
+            self._held.take()
+        elif plan.lr_factor != 1.0:
+            if self._lr is None:
+                self._lr = ScaledLr(self.optimizer, plan.lr_factor)
+            self._lr.cut()
         return True
 
     def _after(
