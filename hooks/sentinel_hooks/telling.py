@@ -73,7 +73,8 @@ def of_the_loop(
         spots.append(
             BlindSpot(
                 "no training forward of the watched model is seen (compiled inside, in eval "
-                "mode, or called past __call__): snapshots are taken right after the step",
+                "mode, or called past __call__): snapshots are taken right after the step, and "
+                "there are no tokens a second and no canary",
                 "attach the object that the loop calls, for example the compiled wrapper",
             )
         )

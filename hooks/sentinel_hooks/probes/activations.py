@@ -45,7 +45,17 @@ from sentinel.core.types import (
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes import capture
 from sentinel_hooks.probes.places import by_itself, is_exporting
-from sentinel_hooks.probes.probe import Combine, Float64, Parts, Quiet, Unseen, column
+from sentinel_hooks.probes.probe import (
+    EARLIER,
+    NEVER,
+    UNSEEN_AFTER,
+    Combine,
+    Float64,
+    Parts,
+    Quiet,
+    Unseen,
+    column,
+)
 from sentinel_hooks.seams.safe_point import INERT
 
 SQUARES, COUNT, LARGEST, SPREAD = (
@@ -170,7 +180,8 @@ class ActivationProbe(Quiet):
         self._taken: list[tuple[int, npt.NDArray[np.intp]]] = []  # slots used, state by block
         self._small: list[tuple[list[int], int]] = []  # rows, elements of each
         self._vectors: list[Tensor] = []
-        self._steps = 0
+        self._gates = 0
+        self._steps = 0  # with a measurement
 
     @property
     def watched(self) -> list[Block]:
@@ -276,6 +287,7 @@ class ActivationProbe(Quiet):
             block.spread = block.seen = False
             block.wanted = wanted
             block.lone = block.small and not wanted
+        self._gates += 1
         if self._taken or self._small:
             self._steps += 1
 
@@ -358,14 +370,8 @@ class ActivationProbe(Quiet):
         """Blocks whose output was never seen, or cannot be measured."""
         spots = []
         unseen = [b.name for b in self._blocks if b.device is None and not b.trouble]
-        if self._steps and unseen:
-            spots.append(
-                Unseen(
-                    f"activations of {_names(unseen)} are not seen: no forward of them ran",
-                    "attach() before the model is compiled for the first time, or "
-                    "torch.compiler.reset()",
-                )
-            )
+        if unseen and (self._steps or self._gates > UNSEEN_AFTER):
+            spots.append(Unseen(f"activations of {_names(unseen)} are not seen: {NEVER}", EARLIER))
         for trouble in dict.fromkeys(b.trouble for b in self._blocks if b.trouble):
             names = [b.name for b in self._blocks if b.trouble == trouble]
             spots.append(

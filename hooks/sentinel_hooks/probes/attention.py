@@ -50,7 +50,17 @@ from sentinel_hooks.probes.places import (
     Place,
     find,
 )
-from sentinel_hooks.probes.probe import Combine, Float64, Parts, Quiet, Unseen, column
+from sentinel_hooks.probes.probe import (
+    EARLIER,
+    NEVER,
+    UNSEEN_AFTER,
+    Combine,
+    Float64,
+    Parts,
+    Quiet,
+    Unseen,
+    column,
+)
 
 HIGH, LOW = "attention_high", "attention_low"
 SETTLED = 2  # measured steps after which hooks on modules that never attend are taken out
@@ -78,6 +88,7 @@ class AttentionProbe(Quiet):
         self._groups: list[tuple[list[Place], npt.NDArray[np.intp] | None, int]] = []
         self._pending: list[Tensor] = []
         self._step = 0
+        self._gates = 0
         self._steps = 0  # with a measurement
         self._attached = False
         self._trimmed = False
@@ -146,6 +157,7 @@ class AttentionProbe(Quiet):
     def before_step(self, step: int) -> None:
         """Reduce what was captured to small vectors on the device."""
         self._step = step
+        self._gates += 1
         WHERE.place = None  # an exception may have left a forward half way
         self._groups = []
         self._pending = []
@@ -269,7 +281,8 @@ class AttentionProbe(Quiet):
 
     def blind_spots(self) -> list[Unseen]:
         """Attention modules whose logits nobody sees."""
-        if not self._steps and not any(p.entered for _, p in self._places):
+        told = self._steps or self._gates > UNSEEN_AFTER
+        if not told and not any(p.entered for _, p in self._places):
             return []
         inside = [
             (module, place)
@@ -309,10 +322,7 @@ def _reason(place: Place) -> tuple[str, str]:
     if place.trouble:
         return place.trouble, "the other signals of the layer are not touched by this"
     if not place.entered:
-        return (
-            "its forward was never seen to run",
-            "attach() before the model is compiled for the first time, or torch.compiler.reset()",
-        )
+        return NEVER, EARLIER
     return (
         "it calls no attention function that sentinel knows, or its weights are frozen",
         "use F.scaled_dot_product_attention, or F.softmax over the last dimension of the scores",

@@ -36,6 +36,14 @@ from sentinel.core.types import NOT_MEASURED, Column
 Float64 = npt.NDArray[np.float64]
 Parts = Mapping[str, Float64]
 
+UNSEEN_AFTER = 1  # step; then what has not been seen once is called unseen
+# A module that is compiled keeps the hooks that it had when it was compiled.
+NEVER = "no training forward of theirs was seen, as in code that was compiled before attach()"
+EARLIER = (
+    "attach() before the first forward of what torch.compile made, or torch.compiler.reset() "
+    "after attach(), which compiles anew"
+)
+
 
 class Combine(StrEnum):
     """How a part's rows combine over micro-batches and ranks."""
