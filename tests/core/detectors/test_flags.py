@@ -160,6 +160,17 @@ def forgotten(rng: Rng, piling: bool) -> bool:
     return ever(stale_grads, stale_grads.StaleState(), config, series, lambda r: r.flagged)
 
 
+def leaving_the_line(rng: Rng, piling: bool) -> bool:
+    """At a real learning rate the sum grows like a root: 1.5 x in 24 steps, 2 x in none of 12."""
+    noise = 0.003 if piling else 0.02
+    series = [
+        n * (4.0 + t) ** 0.5 if piling else n * (1.0 + 0.01 * t)
+        for t, n in enumerate(norms(rng, 60, level=1.5, noise=noise))
+    ][8:]
+    config = stale_grads.StaleConfig()
+    return ever(stale_grads, stale_grads.StaleState(), config, series, lambda r: r.flagged)
+
+
 def scale(rng: Rng, collapsing: bool) -> bool:
     values = [65536.0 / 2 ** min(t, 5) for t in range(64)]  # finding its level is no collapse
     values += [2048.0 / (2 ** (t // 8) if collapsing else 1 + (t > 100)) for t in range(200)]
@@ -204,6 +215,7 @@ PAIRS: dict[str, tuple[Callable[[Rng, Any], bool], Any, Any]] = {
     "periodic spikes": (periodic, 0.12, 0.0),
     "plateau": (plateau, 0.0, 1e-4),
     "zero_grad forgotten": (forgotten, True, False),
+    "zero_grad forgotten, quick rate": (leaving_the_line, True, False),
     "loss scale collapses": (scale, True, False),
     "throughput drops": (slow, 0.7, 0.95),
     "memory headroom": (full, 0.1, 0.2),
@@ -388,6 +400,22 @@ def test_bands_are_bounded_values_that_survive_being_saved() -> None:
                 state, column, t + 1, config
             )
     assert sizes[1] <= sizes[0] * 1.2
+
+
+def test_of_a_run_of_rising_norms_one_may_fall() -> None:
+    config = stale_grads.StaleConfig(run=12, rise=1.5, growth=100.0)
+    rising = [1.0 + 0.1 * t for t in range(12)]
+
+    def flagged(series: list[float]) -> bool:
+        return stale_grads.observe(stale_grads.StaleState(), series, config)[1].flagged
+
+    assert flagged(rising)
+    assert not flagged(rising[1:]), "too few"
+    assert not flagged([v**0.5 for v in rising]), "too little"
+    once, twice = rising.copy(), rising.copy()
+    once[4] = twice[4] = twice[8] = 1.0
+    assert flagged(once)
+    assert not flagged(twice)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0])
