@@ -4,10 +4,10 @@
     pending = probe.measure(members, scales)      tensors on the device, nothing read yet
     norms = probe.resolve(pending, values)        float64 on the host
 
-One `_foreach_norm` over the gradients, or the norms that the user's clip computed anyway (see
-seams/clip_tap): then measuring costs nothing. fp16 and bf16 gradients are accumulated in float32:
-without it fp16 overflows at 65,504 and bf16 is 1e-3 off. Squares are summed in float64 on the host,
-where 1e38 squared still fits.
+One call over the large gradients and one for each shape of the small ones (packing.py), or the
+norms that the user's clip computed anyway (seams/clip_tap.py): then measuring costs nothing. fp16
+and bf16 gradients are accumulated in float32: without it fp16 overflows at 65,504 and bf16 is 1e-3
+off. Squares are summed in float64 on the host, where 1e38 squared still fits.
 
 A norm that is not finite says that some gradient is not, or that finite ones were too large for
 float32: only then is the tensor measured again, in float64. With gradients that the user already
@@ -36,10 +36,16 @@ import torch
 from torch import Tensor, nn
 
 from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.probes import packing
+from sentinel_hooks.probes.packing import SMALL, Packing
+from sentinel_hooks.probes.packing import tensor_norms as tensor_norms
 
 Float64 = npt.NDArray[np.float64]
 
 CHECKED = 1 << 22  # elements that the self-check computes again, once
+_GRAD = operator.attrgetter("grad")
+_NONE = type(None)
+_PLAIN = {Tensor, nn.Parameter}
 
 
 @dataclass(slots=True)
@@ -52,16 +58,33 @@ class Member:
     signature: tuple[int, ...]
     share_P: Float64 | None = None  # of each square that is this rank's; None: one process
     sharded: bool = False  # some are DTensors, be it on a mesh of one
+    packed: _Packed | None = None  # how they were measured last
+
+
+@dataclass(slots=True)
+class _Packed:
+    """A packing of some of a member's gradients, and what belongs to each of its norms."""
+
+    have: list[int] | None  # which of them; None: all
+    plain: bool  # none of a class of its own
+    packing: Packing
+    layers: list[npt.NDArray[np.intp]]
+    shares: list[Float64 | None]
 
 
 @dataclass(slots=True)
 class PendingNorms:
-    """Norms on the device, by member; `grads` is empty where they came from the user's clip."""
+    """Norms on the device, by member; `grads` is empty where they came from the user's clip.
+
+    Attributes:
+        places: which of `grads` each norm is of.
+    """
 
     norms: list[Tensor]
     layers: list[npt.NDArray[np.intp]]
     shares: list[Float64 | None]
-    grads: list[list[Tensor]]
+    grads: list[Sequence[Tensor]]
+    places: list[npt.NDArray[np.intp] | None]
     scales: list[float | None]
 
     def add(
@@ -69,14 +92,16 @@ class PendingNorms:
         norms: Tensor,
         layers: npt.NDArray[np.intp],
         shares: Float64 | None,
-        grads: list[Tensor] | None = None,
+        grads: Sequence[Tensor] = (),
+        places: npt.NDArray[np.intp] | None = None,
         scale: float | None = None,
     ) -> None:
         """One vector more; without `grads` it came from a clip, whose tap saw to the scale."""
         self.norms.append(norms)
         self.layers.append(layers)
         self.shares.append(shares)
-        self.grads.append(grads if grads is not None else [])
+        self.grads.append(grads)
+        self.places.append(places)
         self.scales.append(scale)
 
 
@@ -124,6 +149,7 @@ class GradProbe:
             layer_P[other] = len(self._table)
             member.parameters = fresh
             member.layer_P = layer_P
+            member.packed = None
             member.sharded = any(hasattr(p, "_local_tensor") for p in fresh)
             if self._world > 1:
                 member.share_P = np.array([share(p, self._world) for p in fresh])
@@ -200,44 +226,47 @@ class GradProbe:
         Args:
             scales: what a member's gradients are still multiplied by (an unfinished unscale).
         """
-        pending = PendingNorms([], [], [], [], [])
+        pending = PendingNorms([], [], [], [], [], [])
         for m in members:
             member = self.members[m]
             exact = self._clipped_exactly(member.parameters)
             if exact is not None:
                 pending.add(exact, member.layer_P, member.share_P)
                 continue
-            owners: Sequence[Tensor] = member.parameters
-            grads: list[Tensor] = [p.grad for p in owners]  # type: ignore[misc]
-            layer_P, share_P = member.layer_P, member.share_P
-            if type(None) in set(map(type, grads)):
+            grads: list[Tensor] = list(map(_GRAD, member.parameters))
+            have: list[int] | None = None
+            kinds = set(map(type, grads))
+            if _NONE in kinds:
+                kinds.discard(_NONE)
                 have = [i for i, g in enumerate(grads) if g is not None]
-                owners = [owners[i] for i in have]
+            if self._clips and kinds:
+                have = self._add_clipped(pending, member, have)
+            if have is not None:
                 grads = [grads[i] for i in have]
-                layer_P, share_P = layer_P[have], _picked(share_P, have)
-            if self._clips and grads:
-                parts = self._clipped_in_parts(owners)
-                if parts is not None:
-                    norms, places = parts
-                    pending.add(norms, layer_P[places], _picked(share_P, places))
-                    rest = sorted(set(range(len(owners))).difference(places))
-                    grads = [grads[i] for i in rest]
-                    layer_P, share_P = layer_P[rest], _picked(share_P, rest)
             if grads:
                 if member.sharded:
                     grads = [local(g) for g in grads]
+                packed = _packed(member, have, kinds <= _PLAIN)
                 scale = scales.get(m) if scales else None
-                measured = tensor_norms(grads)
-                if self._checks_due:
-                    self._compare(grads, measured)
-                for norms, chosen in _by_device(measured):
-                    if chosen is None:
-                        pending.add(norms, layer_P, share_P, grads, scale)
-                    else:
-                        some = [grads[i] for i in chosen]
-                        share = _picked(share_P, chosen)
-                        pending.add(norms, layer_P[chosen], share, some, scale)
+                for k, norms in enumerate(packed.packing.norms(grads)):
+                    places = packed.packing.places[k]
+                    pending.add(norms, packed.layers[k], packed.shares[k], grads, places, scale)
+                    if self._checks_due:
+                        self._compare([grads[i] for i in places.tolist()], list(norms))
         return pending
+
+    def _add_clipped(
+        self, pending: PendingNorms, member: Member, have: list[int] | None
+    ) -> list[int]:
+        """What clips have measured of this member; the places that are left."""
+        left = have if have is not None else list(range(len(member.parameters)))
+        parts = self._clipped_in_parts([member.parameters[i] for i in left])
+        if parts is None:
+            return left
+        norms, among = parts
+        places = [left[i] for i in among]
+        pending.add(norms, member.layer_P[places], _picked(member.share_P, places))
+        return sorted(set(left).difference(places))
 
     def resolve(self, pending: PendingNorms, values: Sequence[Float64]) -> Norms | None:
         """The squares, from the norms' values on the host; None without any gradient."""
@@ -252,7 +281,7 @@ class GradProbe:
             sq_P = np.square(value_P)
             total = float(sq_P.sum())
             if not math.isfinite(total) and pending.grads[i]:
-                sq_P = np.square(_confirmed(value_P, pending.grads[i]))
+                sq_P = np.square(_confirmed(value_P, pending.grads[i], pending.places[i]))
                 total = float(sq_P.sum())
             share_P = pending.shares[i]
             if share_P is not None:
@@ -267,19 +296,6 @@ class GradProbe:
                 pending.layers[i], weights=sq_P, minlength=len(self._table) + 1
             )
         return Norms(total_sq, layer_sq_L[:-1])
-
-
-@torch.no_grad()
-def tensor_norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The L2 norm of each tensor, a scalar where the tensor lies; dense or sparse, any dtype."""
-    if not grads:
-        return []
-    # Widening is free, narrowing raises: a mixture that starts narrow takes the slow way.
-    dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
-    try:
-        return list(torch._foreach_norm(list(grads), 2, dtype=dtype))
-    except (RuntimeError, NotImplementedError):
-        return [_norm(g) for g in grads]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -310,38 +326,39 @@ def _picked(share_P: Float64 | None, places: list[int]) -> Float64 | None:
     return None if share_P is None else share_P[places]
 
 
-def _norm(grad: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    if grad.is_sparse:
-        grad = grad.coalesce().values()
-    elif grad.layout is not torch.strided:
-        grad = grad.values()
-    if grad.is_complex():
-        grad = torch.view_as_real(grad)
-    if dtype is None:
-        dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    norm: Tensor = torch.linalg.vector_norm(grad, 2, dtype=dtype)
-    return norm
+def _packed(member: Member, have: list[int] | None, plain: bool) -> _Packed:
+    """The packing for these gradients, which hardly ever are others than in the step before."""
+    known = member.packed
+    if known is not None and known.plain == plain and known.have == have:
+        return known
+    layer_P, share_P = member.layer_P, member.share_P
+    owners: Sequence[Tensor] = member.parameters
+    if have is not None:
+        owners = [owners[i] for i in have]
+        layer_P, share_P = layer_P[have], _picked(share_P, have)
+    # A tensor of a class of its own may do anything when it is concatenated.
+    packable = plain and not member.sharded
+    way = Packing([local(p.detach()) for p in owners], SMALL if packable else 0)
+    made = _Packed(
+        have,
+        plain,
+        way,
+        [layer_P[places] for places in way.places],
+        [None if share_P is None else share_P[places] for places in way.places],
+    )
+    member.packed = made
+    return made
 
 
-def _confirmed(value_P: Float64, grads: Sequence[Tensor]) -> Float64:
+def _confirmed(
+    value_P: Float64, grads: Sequence[Tensor], places: npt.NDArray[np.intp] | None
+) -> Float64:
     """Measure non-finite ones again in float64: finite entries may have been too large."""
     value_P = value_P.copy()
     for i in np.flatnonzero(~np.isfinite(value_P)).tolist():
-        value_P[i] = float(_norm(grads[i].detach(), torch.float64))
+        grad = grads[i if places is None else int(places[i])]
+        value_P[i] = float(packing.norm(grad.detach(), torch.float64))
     return value_P
-
-
-def _by_device(norms: Sequence[Tensor]) -> list[tuple[Tensor, list[int] | None]]:
-    """One stacked vector for each device, with the places of its norms (None: all)."""
-    if not norms:
-        return []
-    first = norms[0].device
-    if all(n.device == first for n in norms):
-        return [(torch.stack(list(norms)), None)]
-    places: dict[torch.device, list[int]] = {}
-    for i, n in enumerate(norms):
-        places.setdefault(n.device, []).append(i)
-    return [(torch.stack([norms[i] for i in chosen]), chosen) for chosen in places.values()]
 
 
 def _concat(norms: Sequence[Tensor]) -> Tensor | None:

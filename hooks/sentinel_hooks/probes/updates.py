@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from sentinel.core.types import LAYER_UPDATE_RATIO, LAYER_WEIGHT_NORM, NOT_MEASURED, Column
 from sentinel_hooks.layers import LayerTable
-from sentinel_hooks.probes.grads import tensor_norms
+from sentinel_hooks.probes.packing import SMALL, Packing
 from sentinel_hooks.probes.probe import Combine, Float64, Parts, Quiet, Unseen, column
 
 UPDATE, WEIGHT, HELD = "update_squares", "weight_squares", "weight_held"
@@ -63,9 +63,11 @@ class UpdateProbe(Quiet):
         self._every = every
         self._share = share
         self._parameters: list[nn.Parameter] = []
+        self._sharded = False
         self._rows = np.empty(0, np.intp)
         self._shares = np.empty(0)
-        self._before: list[Tensor] = []
+        self._packing = Packing([])
+        self._before: list[list[Tensor]] = []
         self._weights: list[Tensor] = []
         self._ready: list[tuple[Tensor, Any]] = []
         self._reading: list[tuple[Tensor, Any]] = []
@@ -79,12 +81,9 @@ class UpdateProbe(Quiet):
             return
         try:
             self._refresh()
-            with torch.no_grad():
-                live = self._live()
-                self._weights = tensor_norms(live)
-                copies = [torch.empty_like(p) for p in live]
-                torch._foreach_copy_(copies, live)
-                self._before = copies
+            copies = self._packing.copies(self._live())
+            self._weights = self._packing.norms_of(copies)
+            self._before = copies
         except RuntimeError as error:  # out of memory is one
             self._give_up(error)
 
@@ -95,13 +94,10 @@ class UpdateProbe(Quiet):
         if not before or not applied:
             return
         try:
-            with torch.no_grad():
-                torch._foreach_sub_(before, self._live())
-                moved = tensor_norms(before)
-                for device in dict.fromkeys(n.device for n in moved):
-                    chosen = [i for i, n in enumerate(moved) if n.device == device]
-                    both = [moved[i] for i in chosen] + [weights[i] for i in chosen]
-                    self._ready.append((torch.stack(both), np.array(chosen)))
+            self._packing.subtract(before, self._live())
+            moved = self._packing.norms_of(before)
+            for update, weight, places in zip(moved, weights, self._packing.places, strict=True):
+                self._ready.append((torch.cat((update, weight)), places))
         except RuntimeError as error:
             self._ready = []
             self._give_up(error)
@@ -166,10 +162,9 @@ class UpdateProbe(Quiet):
 
     def _live(self) -> list[Tensor]:
         """The parameters as they lie on this rank; a sharded one is its shard."""
-        return [
-            p.to_local().detach() if hasattr(p, "to_local") else p.detach()
-            for p in self._parameters
-        ]
+        if not self._sharded:
+            return list(self._parameters)
+        return [p.to_local().detach() if hasattr(p, "to_local") else p for p in self._parameters]
 
     def _refresh(self) -> None:
         found: list[nn.Parameter] = []
@@ -185,6 +180,10 @@ class UpdateProbe(Quiet):
         ):
             return
         self._parameters = list({id(p): p for p in found}.values())
+        self._sharded = any(hasattr(p, "to_local") for p in self._parameters)
+        plain = all(type(p) in (Tensor, nn.Parameter) for p in self._parameters)
+        with torch.no_grad():
+            self._packing = Packing(self._live(), SMALL if plain else 0)
         rows = self._table.index(self._parameters)
         rows[rows < 0] = len(self._table)
         self._rows = rows
