@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from sentinel.core.policy import Policy
@@ -62,6 +63,7 @@ def finished(sidecar: ServeProcess) -> ServeProcess:
         {"run": "nan-loss", "steps": 12, "faults": [NanLoss(0, 100)]},
         {"run": "observing", "steps": 200, "faults": faults[:2], "policy": Policy.load("observe")},
         {"run": "nothing-yet", "steps": 0},
+        {"run": "wide", "layers": 200, "steps": 130, "faults": [NanGradient(90)]},
     ]
     with ExitStack() as stack:
         trainers = [
@@ -92,10 +94,65 @@ def go(seen: Seen, run: str) -> None:
     """Another run's view, with its curves drawn."""
     seen.page.evaluate("run => { location.hash = `#/runs/${encodeURIComponent(run)}`; }", run)
     seen.page.get_by_role("heading", level=1, name=run, exact=True).wait_for()
-    seen.page.get_by_text("loading", exact=True).first.wait_for(state="detached")
-    seen.page.wait_for_function(
-        "() => document.querySelectorAll('.cols .empty, .map canvas').length >= 4"
-    )
+    seen.page.locator(f'[data-ready="{run}"]').wait_for()
+
+
+def told(url: str, run: str) -> dict[str, Any]:
+    """What the sidecar says of a run."""
+    got = httpx.get(f"{url}/v1/runs/{run}", headers={"authorization": f"Bearer {READ}"})
+    found: dict[str, Any] = got.raise_for_status().json()
+    return found
+
+
+def incident(number: int, key: str, **more: Any) -> dict[str, Any]:
+    """An incident as the API gives it."""
+    return {
+        "number": number,
+        "key": key,
+        "state": "firing",
+        "severity": "warning",
+        "opened": 100 + number,
+        "last": 100 + number,
+        "fired": 100 + number,
+        "resolved": None,
+        "steps": 1,
+        "latched": False,
+        "layers": [],
+        "actions": [],
+        "summary": f"summary of {key}",
+        **more,
+    }
+
+
+@contextmanager
+def having(seen: Seen, run: str, incidents: list[dict[str, Any]], **more: Any) -> Iterator[None]:
+    """The run's answers, with these incidents instead of its own."""
+
+    def about(route: Any) -> None:
+        answer = route.fetch()
+        known = answer.json()
+        ledger = (known["ledger"] or {}) | {"incidents": incidents}
+        route.fulfill(response=answer, json=known | {"ledger": ledger} | more)
+
+    def recorded(route: Any) -> None:
+        route.fulfill(response=route.fetch(), json={"run": run, "incidents": []})
+
+    paths = {f"**/v1/runs/{run}": about, f"**/v1/runs/{run}/incidents": recorded}
+    for path, answer in paths.items():
+        seen.page.route(path, answer)
+    yield
+    for path in paths:
+        seen.page.unroute(path)
+
+
+def unfold(seen: Seen) -> None:
+    """Open whatever is folded."""
+    for _ in range(100):
+        folded = seen.page.locator("main details:not([open]) > summary:visible")
+        if not folded.count():
+            return
+        folded.first.click()
+    raise AssertionError("something does not stay open")
 
 
 def test_a_live_run_is_followed_and_a_rollback_arrives_at_the_trainer(
@@ -183,6 +240,7 @@ def test_an_incident_is_acknowledged_and_silenced_from_the_page(
         page = seen.page
         enter(seen, sidecar.url, run="flagged")
         page.get_by_text("Attention logits too large").wait_for()
+        page.get_by_text("Attention logits too large").click()
         assert page.get_by_text("Add QK-Norm to the named layers").is_visible()
         page.get_by_role("button", name="Acknowledge…").click()
         page.get_by_role("dialog").get_by_role("button", name="Acknowledge", exact=True).click()
@@ -274,7 +332,11 @@ def test_a_sidecar_that_dies_is_seen_to_be_stale_and_back(browser: Any) -> None:
     ("run", "there", "not_there"),
     [
         ("one-step", ["step 0: "], ["NaN"]),
-        ("no-columns", ["Not measured so far."], ["0 layers", "NaN"]),
+        (
+            "no-columns",
+            ["Not recorded: gradient norm by layer", "Not recorded for a run that is over."],
+            ["0 layers", "NaN"],
+        ),
         ("nan-loss", ["NaN", "no finite value in this range"], ["Loss 0", "undefined"]),
         ("observing", ["only observing, would have skipped"], ["undefined"]),
         (
@@ -284,7 +346,7 @@ def test_a_sidecar_that_dies_is_seen_to_be_stale_and_back(browser: Any) -> None:
         ),
         (
             "faults",
-            ["skipped step 90", "rolled back at step 163 to step", "Add QK-Norm"],
+            ["skipped step 90", "rolled back at step 163 to step", "Attention logits too large"],
             ["undefined", "null"],
         ),
     ],
@@ -349,8 +411,7 @@ def test_axe_finds_nothing_serious_and_nothing_overflows(
         check("runs")
         for run in ("faults", "nothing-yet", "nan-loss"):
             go(seen, run)
-            for one in page.locator("details").all():
-                one.locator("summary").click()
+            unfold(seen)
             check(run)
         with LiveTrainer(finished.url, f"dialog-{width}-{dark}", token=INGEST, pause_s=0.05):
             go(seen, f"dialog-{width}-{dark}")

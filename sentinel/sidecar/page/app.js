@@ -105,7 +105,9 @@ function paint() {
   const why = loadFailed || (staleSince ? staleWhy : "");
   const stale = Boolean(why) && why !== "a token is needed";
   document.body.classList.toggle("stale", stale);
-  const text = stale ? `Not live: ${why}. What you see is from ${new Date(view?.loaded ?? lastLoad).toLocaleTimeString()}; trying again.` : "";
+  // An alert is read out whenever it changes: once is enough while it is the same trouble.
+  const seen = view?.loaded ? `What you see is from ${new Date(view.loaded).toLocaleTimeString()}` : "Nothing could be read yet";
+  const text = stale ? `Not live: ${why}. ${seen}; trying again. Training goes on without it.` : "";
   if (staleText.textContent !== text) staleText.textContent = text;
   if (staleText.hidden === stale) {
     staleText.hidden = !stale;

@@ -11,8 +11,9 @@ import { shown, step as stepText } from "/assets/words.js";
 
 const PAD = { left: 56, right: 12, bottom: 22 };
 const PENS = 5; // styles of lines in style.css
-const ABOVE = { marked: 38, plain: 12 };
-const LANES = { spike: 30, nonfinite: 30 }; // the others stand above, so that both can be read
+const ABOVE = { advised: 54, marked: 38, plain: 12 };
+const LANES = { spike: 30, nonfinite: 30, advice: 46 }; // the others stand above, so that all can be read
+const DRAG_PX = 6, NEAR_PX = 11; // less is a click; so near is meant
 
 function niceTicks(low, high, count) {
   const span = high - low || Math.abs(high) || 1;
@@ -75,19 +76,25 @@ export const MARKS = {
   spike: ["●", "loss spike step"],
   nonfinite: ["✕", "NaN or inf"],
   would: ["◇", "would have acted (observing)"],
+  advice: ["△", "advice"],
 };
 
 export class LineChart {
   // title: what it shows; format: value -> text; log: ask for a logarithmic scale
-  constructor({ title, format = shown, log = false, least, height = 220, empty = "nothing was measured yet" }) {
+  // range: a Range that drags and keys zoom; open(mark): somebody wants to know about a mark
+  constructor({ title, format = shown, log = false, least, height = 220, empty = "nothing was measured yet", range = null, open = null }) {
     this.title = title;
     this.format = format;
     this.log = log;
     this.least = least;
     this.height = height;
     this.empty = empty;
+    this.range = range;
+    this.open = open;
     this.data = { x: [], lines: [], marks: [] };
     this.at = null;
+    this.drag = null;
+    this.hits = [];
     this.plot = h("div", { class: "plot" });
     this.readout = h("p", { class: "readout", "aria-hidden": "true" });
     this.legend = h("ul", { class: "legend" });
@@ -95,44 +102,63 @@ export class LineChart {
       class: "chart", role: "slider", tabindex: "0", "aria-label": `${title}, step by step: arrow keys move`,
       "aria-orientation": "horizontal", "aria-valuemin": 0, "aria-valuemax": 0, "aria-valuenow": 0,
       "aria-valuetext": empty,
+      "aria-describedby": range ? `keys-${title.split(" ")[0].toLowerCase()}` : null,
       onkeydown: (e) => this.#key(e),
-      onpointermove: (e) => this.#point(e),
-      onpointerdown: (e) => this.#point(e),
+      onpointermove: (e) => this.#move(e),
+      onpointerdown: (e) => this.#down(e),
+      onpointerup: (e) => this.#up(e),
+      onpointercancel: () => this.#drop(),
       onpointerleave: () => { if (document.activeElement !== this.body) this.#cursor(null); },
       onblur: () => this.#cursor(null),
       onfocus: () => { if (this.at === null) this.#cursor(this.data.x.length - 1); },
     }, this.plot);
-    this.element = h("div", { class: "figure" }, this.body, this.readout, this.legend);
+    this.element = h("div", { class: "figure" }, this.body, this.readout, this.legend,
+      range ? h("p", { class: "hidden", id: `keys-${title.split(" ")[0].toLowerCase()}` },
+        "Plus and minus zoom at the step where you are, 0 resets the zoom. Enter opens the incident of a mark.") : null);
     this.watch = new ResizeObserver(() => this.#draw());
     this.watch.observe(this.plot);
   }
 
   // x: steps, ascending; lines: [{name, y}]; marks: [{step, kind, text}]
-  update({ x, lines, marks = [] }) {
-    this.data = { x, lines, marks };
-    if (this.at !== null) this.at = Math.min(this.at, x.length - 1);
+  // ends: [first, last] of the axis; band: steps to be shaded; empty: what to say without any
+  update({ x, lines, marks = [], ends = null, band = null, empty }) {
+    const step = this.next ?? (this.at === null ? null : this.data.x[this.at]); // the cursor stays at its step
+    this.next = null;
+    this.data = { x, lines, marks, ends, band };
+    this.none = empty ?? this.empty;
+    this.at = step === null || step === undefined || !x.length ? null : nearest(x, step);
     this.#draw();
   }
 
+  // Put the cursor there as soon as the step is drawn.
+  goTo(step) { this.next = step; }
+
   #draw() {
     const width = Math.max(this.plot.clientWidth, 200), height = this.height;
-    const { x, lines, marks } = this.data;
+    const { x, lines, marks, ends, band } = this.data;
     const { left, right, bottom } = PAD;
-    const top = this.top = marks.length ? ABOVE.marked : ABOVE.plain;
+    const top = this.top = marks.some((m) => m.kind === "advice") ? ABOVE.advised : marks.length ? ABOVE.marked : ABOVE.plain;
     const base = height - bottom;
     const scale = x.length ? yScale(lines, marks, this.log, top, base, this.least) : null;
-    const first = x[0] ?? 0, last = x[x.length - 1] ?? 1;
+    const first = ends?.[0] ?? x[0] ?? 0, last = ends?.[1] ?? x[x.length - 1] ?? 1;
     const span = last - first || 1;
-    const px = (v) => (x.length < 2 ? (left + width - right) / 2 : left + ((v - first) / span) * (width - left - right));
+    const px = (v) => (last === first ? (left + width - right) / 2 : left + ((v - first) / span) * (width - left - right));
     this.px = px;
+    this.stepAt = (at) => first + (Math.max(0, Math.min(1, (at - left) / (width - left - right)))) * (last - first);
+    this.hits = [];
     this.scale = scale;
     const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true", focusable: "false" });
     if (!x.length) {
-      this.plot.replaceChildren(h("p", { class: "empty" }, this.empty));
+      this.plot.replaceChildren(h("p", { class: "empty" }, this.none ?? this.empty));
       this.readout.textContent = "";
       this.legend.replaceChildren();
-      this.body.setAttribute("aria-valuetext", this.empty);
+      this.pointer = null;
+      this.body.setAttribute("aria-valuetext", this.none ?? this.empty);
       return;
+    }
+    if (band && band[1] >= first && band[0] <= last) {
+      const from = Math.max(left, px(band[0]) - 2), to = Math.min(width - right, px(band[1]) + 2);
+      svg.append(s("rect", { class: "band", x: from, width: Math.max(to - from, 4), y: top, height: base - top }));
     }
     svg.append(s("line", { class: "axis", x1: left, x2: width - right, y1: base, y2: base }));
     for (const tick of scale?.ticks ?? []) {
@@ -141,7 +167,7 @@ export class LineChart {
         s("text", { class: "tick", x: left - 6, y: y + 4, "text-anchor": "end" }, this.format(tick)));
     }
     const whole = niceTicks(first, last, Math.max(2, Math.floor(width / 140))).filter((t) => Number.isInteger(t));
-    for (const tick of x.length < 2 ? [first] : whole) {
+    for (const tick of last === first ? [first] : whole) {
       svg.append(s("text", { class: "tick", x: px(tick), y: height - 6, "text-anchor": "middle" }, stepText(tick)));
     }
     if (!scale) {
@@ -170,7 +196,9 @@ export class LineChart {
       }
     });
     this.pointer = s("g", { class: "cursor" });
-    svg.append(this.pointer);
+    this.chosen = s("rect", { class: "chosen", y: top, height: base - top, width: 0 });
+    svg.append(this.chosen, this.pointer);
+    if (this.drag?.moved) this.#choose();
     this.plot.replaceChildren(svg);
     this.legend.replaceChildren(
       ...(lines.length > 1 ? lines.map((l, n) => h("li", {}, swatch(n), l.name)) : []),
@@ -192,44 +220,110 @@ export class LineChart {
       if (taken.has(spot)) continue;
       taken.add(spot);
       const y = LANES[mark.kind] ?? 14;
-      if (mark.kind !== "spike") {
+      if (mark.kind !== "spike" && mark.kind !== "advice") {
         svg.append(s("line", { class: `stem k-${mark.kind}`, x1: x, x2: x, y1: y + 3, y2: base }));
       }
       svg.append(s("text", { class: `sign k-${mark.kind}`, x, y, "text-anchor": "middle" }, MARKS[mark.kind][0]));
+      this.hits.push({ x, y: y - 4, mark });
     }
   }
 
   #key(event) {
     const n = this.data.x.length;
-    if (!n) return;
+    if (event.key === "Escape" && this.drag) { this.#drop(); return; }
+    if (!n || event.ctrlKey || event.metaKey || event.altKey) return;
     const now = this.at ?? n - 1;
     const jump = Math.max(1, Math.round(n / 20));
     const to = {
       ArrowLeft: now - 1, ArrowDown: now - 1, ArrowRight: now + 1, ArrowUp: now + 1,
       PageDown: now - jump, PageUp: now + jump, Home: 0, End: n - 1,
     }[event.key];
-    if (to === undefined) return;
+    if (to !== undefined) this.#cursor(Math.max(0, Math.min(n - 1, to)));
+    else if (this.range && "+=".includes(event.key)) this.range.zoom(0.5, this.data.x[now]);
+    else if (this.range && event.key === "-") this.range.zoom(2, this.data.x[now]);
+    else if (this.range && event.key === "0") this.range.reset();
+    else if (this.open && event.key === "Enter") this.open(this.#marksAt(now)[0] ?? { step: this.data.x[now] });
+    else return;
     event.preventDefault();
-    this.#cursor(Math.max(0, Math.min(n - 1, to)));
+  }
+
+  // ---- pointer: a click on a mark opens it, a drag zooms ------------------------------------
+
+  #at(event) {
+    const box = this.plot.getBoundingClientRect();
+    return [event.clientX - box.left, event.clientY - box.top];
+  }
+
+  #down(event) {
+    if (event.button !== 0) return;
+    this.#point(event);
+    if (this.data.x.length && this.px) this.drag = { from: this.#at(event)[0], to: null, moved: false };
+  }
+
+  #move(event) {
+    const { drag } = this;
+    if (!drag || !this.range) {
+      this.body.classList.toggle("pointed", Boolean(this.open && this.#hit(event)));
+      this.#point(event);
+      return;
+    }
+    [drag.to] = this.#at(event);
+    if (!drag.moved && Math.abs(drag.to - drag.from) < DRAG_PX) return;
+    if (!drag.moved) this.body.setPointerCapture(event.pointerId);
+    drag.moved = true;
+    this.#choose();
+  }
+
+  #up(event) {
+    const { drag } = this;
+    this.#drop();
+    if (!drag) return;
+    if (!drag.moved) {
+      const hit = this.open && this.#hit(event);
+      if (hit) this.open(hit.mark);
+      return;
+    }
+    const [a, b] = [this.stepAt(drag.from), this.stepAt(drag.to)].sort((x, y) => x - y);
+    this.range.show(Math.ceil(a), Math.floor(b));
+  }
+
+  #drop() {
+    this.drag = null;
+    this.chosen?.setAttribute("width", 0);
+  }
+
+  #choose() {
+    const edge = (at) => Math.max(PAD.left, Math.min(this.plot.clientWidth - PAD.right, at));
+    const [a, b] = [edge(this.drag.from), edge(this.drag.to)].sort((x, y) => x - y);
+    this.chosen.setAttribute("x", a);
+    this.chosen.setAttribute("width", b - a);
+    this.readout.textContent = `steps ${stepText(Math.ceil(this.stepAt(a)))} to ${stepText(Math.floor(this.stepAt(b)))}: let go to zoom, Escape to leave it`;
+  }
+
+  #hit(event) {
+    const [x, y] = this.#at(event);
+    const far = (hit) => Math.hypot(hit.x - x, hit.y - y);
+    const hit = this.hits.reduce((best, one) => (!best || far(one) < far(best) ? one : best), null);
+    return hit && far(hit) <= NEAR_PX ? hit : null;
   }
 
   #point(event) {
     const { x } = this.data;
     if (!x.length || !this.px) return;
-    const at = event.clientX - this.plot.getBoundingClientRect().left;
-    let low = 0, high = x.length - 1;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (this.px(x[middle]) < at) low = middle + 1; else high = middle;
-    }
-    if (low > 0 && Math.abs(this.px(x[low - 1]) - at) < Math.abs(this.px(x[low]) - at)) low -= 1;
-    this.#cursor(low);
+    this.#cursor(nearest(x, this.stepAt(this.#at(event)[0])));
+  }
+
+  // Of thinned curves a mark belongs to the point that stands for it.
+  #marksAt(i) {
+    const { x, marks } = this.data;
+    return marks.filter((m) => m.step === x[i] || nearest(x, m.step) === i);
   }
 
   #text(i) {
-    const { x, lines, marks } = this.data;
+    const { x, lines } = this.data;
     const values = lines.map((l) => `${lines.length > 1 ? `${l.name} ` : ""}${l.y[i] === null || l.y[i] === undefined ? "not measured" : this.format(l.y[i])}`);
-    const what = marks.filter((m) => m.step === x[i]).map((m) => m.text ?? MARKS[m.kind][1]);
+    const what = this.#marksAt(i).map((m) => `${m.text ?? MARKS[m.kind][1]}${m.step === x[i] ? "" : ` (step ${stepText(m.step)})`}`);
+    if (what.length > 4) what.splice(3, what.length, `and ${what.length - 3} more marks`);
     return `step ${stepText(x[i])}: ${[...values, ...what].join(", ")}`;
   }
 
@@ -240,8 +334,8 @@ export class LineChart {
     if (newest < 0) return;
     const i = at ?? newest;
     const text = this.#text(i);
-    this.readout.textContent = at === null ? `newest, ${text}` : text;
-    if (!quiet || at === null) {
+    this.readout.textContent = at === null ? `${this.range?.zoomed ? "last shown" : "newest"}, ${text}` : text;
+    if (!quiet || at === null || this.body.getAttribute("aria-valuenow") !== String(x[i])) {
       this.body.setAttribute("aria-valuenow", x[i]);
       this.body.setAttribute("aria-valuetext", text);
     }
@@ -257,6 +351,16 @@ export class LineChart {
       }
     });
   }
+}
+
+// The index of the step that is nearest, in ascending steps.
+function nearest(x, step) {
+  let low = 0, high = x.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (x[middle] < step) low = middle + 1; else high = middle;
+  }
+  return low > 0 && Math.abs(x[low - 1] - step) < Math.abs(x[low] - step) ? low - 1 : low;
 }
 
 function swatch(n) {
@@ -283,6 +387,7 @@ export class HeatMap {
     this.limit = limit;
     this.format = format;
     this.data = null;
+    this.marked = null; // a layer that somebody asked for
     this.canvas = h("canvas", {
       role: "img", "aria-label": title,
       onpointermove: (e) => this.#point(e), onpointerdown: (e) => this.#point(e),
@@ -306,6 +411,21 @@ export class HeatMap {
     this.data = data;
     this.#draw();
     this.#table();
+  }
+
+  has(layer) { return Boolean(this.data?.layers.includes(layer)); }
+
+  // Outline a layer's row, and say its numbers; null: none.
+  mark(layer) {
+    this.marked = layer;
+    this.element.classList.toggle("marked", layer !== null);
+    this.#draw();
+  }
+
+  // Where the outlined row stands in the window [px from its top], or null.
+  whereMarked() {
+    const row = this.seen?.layers.indexOf(this.marked) ?? -1;
+    return row < 0 ? null : this.canvas.getBoundingClientRect().top + (row + 0.5) * this.geometry.cell;
   }
 
   #draw() {
@@ -368,9 +488,21 @@ export class HeatMap {
     pen.textBaseline = "middle";
     pen.textAlign = "right";
     const every = Math.ceil(12 / cell);
+    const marked = layers.indexOf(this.marked);
     layers.forEach((name, l) => {
-      if (l % every === 0) pen.fillText(shorten(pen, name, left - 8), left - 6, l * cell + cell / 2 + (every > 1 ? 2 : 0));
+      if (l % every === 0 && l !== marked && (marked < 0 || Math.abs(l - marked) * cell >= 12)) pen.fillText(shorten(pen, name, left - 8), left - 6, l * cell + cell / 2 + (every > 1 ? 2 : 0));
     });
+    if (marked >= 0) {
+      const y = marked * cell;
+      pen.font = `bold 11px ${style.fontFamily}`;
+      pen.fillText(shorten(pen, layers[marked], left - 8), left - 6, Math.min(Math.max(y + cell / 2, 7), height - bottom - 7));
+      pen.font = `11px ${style.fontFamily}`;
+      pen.lineWidth = 2;
+      for (const [ring, by] of [["#fff", 1], ["#000", 3]]) {
+        pen.strokeStyle = ring;
+        pen.strokeRect(left, y - by, width - left - 1, cell + 2 * by);
+      }
+    }
     pen.textBaseline = "alphabetic";
     const low0 = steps[0], high0 = last[last.length - 1];
     const ticks = high0 > low0 ? niceTicks(low0, high0, Math.max(1, Math.floor((width - left) / 90))).filter(Number.isInteger) : [low0];
@@ -382,6 +514,10 @@ export class HeatMap {
     }
     this.geometry = { left, cell, w };
     const parts = [];
+    if (marked >= 0) {
+      const finite = rows[marked].filter((v) => Number.isFinite(v));
+      parts.push(`outlined: ${layers[marked]}, ${finite.length ? `${this.format(Math.min(...finite))} to ${this.format(Math.max(...finite))}` : "no finite value"}`);
+    }
     if (worst) parts.push(`largest: ${this.format(worst.v)} in ${layers[worst.l]}, ${spanText(steps[worst.c], last[worst.c])}`);
     if (this.limit !== null) parts.push(over ? `${count(over, "cell")} above ${this.limit} (outlined)` : `none above ${this.limit}`);
     if (odd) parts.push(`${count(odd, "cell")} NaN or inf (crossed)`);

@@ -83,9 +83,34 @@ function become(node, other) {
   sync(node, other);
 }
 
-// Say something to those who do not see the page change.
-export function say(text) {
-  const place = document.getElementById("said");
+// Say something to those who do not see the page change: at most so often, and not more at once
+// than one can listen to. `now`: the answer to what a person just did does not wait.
+const SAY_EVERY_MS = 5000, SAY_AT_ONCE = 3;
+let waiting = [], saidAt = 0, timer = 0;
+
+export function say(text, now = false) {
+  if (now) {
+    waiting = [text, ...waiting.filter((other) => other !== text)];
+    clearTimeout(timer);
+    speak();
+    return;
+  }
+  if (!waiting.includes(text)) waiting.push(text);
+  timer ||= setTimeout(speak, Math.max(100, saidAt + SAY_EVERY_MS - Date.now()));
+}
+
+function speak() {
+  const place = document.getElementById("said"), more = waiting.length - SAY_AT_ONCE;
+  const text = [...waiting.slice(0, SAY_AT_ONCE), ...(more > 0 ? [`and ${more} more changes`] : [])].join(". ");
+  waiting = [];
+  timer = 0;
+  saidAt = Date.now();
   place.textContent = "";
   requestAnimationFrame(() => { place.textContent = text; });
+}
+
+// Bring an element into view; without motion for those who asked for none.
+export function calmly(element, block = "center") {
+  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  element.scrollIntoView({ behavior: still ? "auto" : "smooth", block });
 }

@@ -2,12 +2,15 @@
 
 import { Refused, access, ask, runPath } from "/assets/api.js";
 import { HeatMap, LineChart } from "/assets/charts.js";
-import { h, replace, say } from "/assets/dom.js";
+import { calmly, h, replace, say } from "/assets/dom.js";
+import { Incidents } from "/assets/incidents.js";
 import { badge, confirmDialog, nameField, sender, since, unknown } from "/assets/parts.js";
-import { RANGES, loadMap, loadSeries } from "/assets/series.js";
+import { Range } from "/assets/range.js";
+import { loadMap, loadSeries } from "/assets/series.js";
+import { guide } from "/assets/todo.js";
 import {
-  ADVICE, DASH, INCIDENT_STATES, ORDERS, ORDER_STATES, PROTECTIONS, PROTECTION_MEANS, SEVERITIES,
-  STATES, because, bytes, deeds, number, shown, step, title,
+  DASH, ORDERS, ORDER_STATES, PROTECTIONS, PROTECTION_MEANS, STATES, because, bytes, missing, number,
+  shown, step,
 } from "/assets/words.js";
 
 const MAPS = [
@@ -17,7 +20,7 @@ const MAPS = [
   { signal: "layer_activation_rms", title: "Activation RMS by layer", log: true },
 ];
 const MEMORY = ["weights", "gradients", "optimizer", "activations", "other"]; // what adds up
-const SERIES_EVERY_MS = 2000, MAPS_EVERY_MS = 10000, MAP_COLUMNS = 300, MEMORY_KEPT = 600, RECENT_ROWS = 50;
+const SERIES_EVERY_MS = 2000, MAPS_EVERY_MS = 10000, MAP_COLUMNS = 300, MEMORY_KEPT = 600, RECENT_ROWS = 50, AROUND = 20;
 
 export class RunView {
   constructor(name, refresh) {
@@ -25,41 +28,43 @@ export class RunView {
     this.name = name;
     this.refresh = refresh;
     this.events = runPath(name, "/events");
-    this.range = 1000;
     this.about = null;
     this.spots = {};
-    this.seriesAt = this.mapsAt = 0;
+    this.seriesAt = this.mapsAt = this.turn = 0;
+    this.band = null; // steps of the incident that was looked at last
+    this.wanted = null; // a layer to be shown when the maps are there
     this.told = new Map();
     this.targets = new Map();
     this.asked = 0;
     const place = (what, options = {}) => (this.spots[what] = h("div", options));
 
-    this.loss = new LineChart({ title: "Loss", format: (v) => shown(v), empty: "no step has reported a loss yet" });
-    this.norm = new LineChart({ title: "Gradient norm before clipping", log: true, empty: "no step has reported a gradient norm yet" });
-    this.maps = MAPS.map((options) => ({ ...options, map: new HeatMap(options), box: h("div", {}) }));
+    this.range = new Range(() => this.#fetch());
+    this.list = new Incidents(name, { steps: (i) => this.#showSteps(i), layer: (i, layer) => this.#showLayer(i, layer) }, refresh);
+    const charted = { range: this.range, open: (mark) => this.#openMark(mark) };
+    this.loss = new LineChart({ title: "Loss", format: (v) => shown(v), empty: "no step has reported a loss yet", ...charted });
+    this.norm = new LineChart({ title: "Gradient norm before clipping", log: true, empty: "no step has reported a gradient norm yet", ...charted });
+    this.maps = MAPS.map((options) => ({ ...options, map: new HeatMap(options), box: h("section", { tabindex: "-1", "aria-label": options.title, hidden: true }, h("h2", {}, options.title)) }));
     this.memory = new LineChart({ title: "Memory", format: bytes, least: 0, height: 180 });
     this.memoryPast = { x: [], y: {} };
     this.recent = h("details", { class: "table", ontoggle: () => this.#recentTable() },
       h("summary", {}, "The newest steps as a table"),
       this.recentRows = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The newest steps" }));
-    this.ranges = RANGES.map(([steps, text]) => h("button", {
-      type: "button", class: "small", "aria-pressed": String(steps === this.range), "data-key": `range-${text}`,
-      onclick: () => this.#setRange(steps),
-    }, text));
-
     this.element = h("div", {},
       place("head", { class: "head" }), place("notes"), place("facts"),
       h("section", { class: "plain", "aria-label": "Orders" }, place("actions", { class: "row actions" }), place("orders")),
-      h("section", {}, h("h2", {}, "Incidents"), place("incidents")),
-      h("section", {}, h("div", { class: "head" }, h("h2", {}, "Loss"), h("div", { class: "row", role: "group", "aria-label": "Steps shown" }, this.ranges)),
-        this.loss.element, h("h2", {}, "Gradient norm"), this.norm.element, this.recent),
-      h("div", { class: "cols" }, this.maps.map(({ title: text, box }) => h("section", {}, h("h2", {}, text), box))),
+      this.list.element,
+      this.curves = h("section", { "aria-label": "Curves" }, h("div", { class: "head" }, h("h2", {}, "Loss"), this.range.element), this.range.text,
+        this.loss.element, h("h2", {}, "Gradient norm"), this.norm.element,
+        place("hint"), this.recent),
+      h("div", { class: "cols" }, this.maps.map(({ box }) => box)), place("unmeasured"),
       h("div", { class: "cols" },
         h("section", {}, h("h2", {}, "Snapshots"), place("snapshots")),
         h("section", {}, h("h2", {}, "Memory"), place("memory"))),
     );
     replace(this.spots.head, h("h1", {}, name));
-    for (const { box } of this.maps) replace(box, h("p", { class: "empty" }, "loading"));
+    replace(this.spots.hint, h("p", { class: "mute" }, "Drag to zoom; click a mark to open its incident."));
+    replace(this.spots.unmeasured, h("p", { class: "empty" }, "loading"));
+    for (const { box, map } of this.maps) box.append(map.element);
   }
 
   leave() { this.left = true; }
@@ -83,18 +88,13 @@ export class RunView {
     this.#facts();
     this.#actions();
     this.#orders();
-    this.#incidents();
+    this.list.update(about, this.incidents, this.targets);
+    this.#head();
     this.#snapshots();
     this.#memory();
-    if (this.loaded - this.seriesAt >= SERIES_EVERY_MS) {
-      this.seriesAt = this.loaded;
-      this.series = await loadSeries(this.name, about.step, this.range, this.incidents, this.#points());
-      this.#charts();
-    }
-    if (this.loaded - this.mapsAt >= MAPS_EVERY_MS) {
-      this.mapsAt = this.loaded;
-      for (const one of this.maps) await this.#map(one);
-    }
+    this.range.newest = about.step ?? this.range.newest;
+    if (this.loaded - this.seriesAt >= SERIES_EVERY_MS) await this.#curves();
+    if (this.loaded - this.mapsAt >= MAPS_EVERY_MS) await this.#layers();
   }
 
   // Where rollbacks went to: asked for when there is one of which it is not known.
@@ -115,9 +115,7 @@ export class RunView {
   #facts() {
     const run = this.about, ledger = run.ledger ?? {}, readings = run.decision?.readings ?? {};
     const live = run.state === "running" && run.step !== null;
-    const protection = badge(PROTECTIONS[run.protection] ?? unknown(run.protection ?? "protection not known yet"));
-    replace(this.spots.head, h("h1", {}, this.name), badge(STATES[run.state] ?? unknown(run.state)),
-      live ? protection : null);
+    this.badges = [badge(STATES[run.state] ?? unknown(run.state)), live ? badge(PROTECTIONS[run.protection] ?? unknown(run.protection ?? "protection not known yet")) : null];
     const notes = [];
     if (live && run.protection === "off") notes.push(["bad", `Protection is off: ${offBecause(run)}`]);
     else if (live && run.protection) notes.push([run.protection === "blind" ? "bad" : "", `Protection: ${PROTECTION_MEANS[run.protection] ?? run.protection}.`]);
@@ -134,7 +132,7 @@ export class RunView {
     const factor = number(run.decision?.lr_factor) ?? 1;
     const counters = ledger.counters ?? {};
     const total = (pairs) => (pairs ?? []).reduce((n, [, count]) => n + count, 0);
-    const fact = (name, value, more) => h("div", {}, h("dt", {}, name), h("dd", {}, value, more ? h("small", {}, more) : null));
+    const fact = (name, value, more) => h("div", {}, h("dt", {}, name), h("dd", {}, value, value === DASH ? h("small", {}, missing(run)) : more ? h("small", {}, more) : null));
     replace(this.spots.facts, h("dl", { class: "facts" },
       fact("Step", step(run.step), run.ledger?.attempt ? `attempt ${run.ledger.attempt}` : null),
       fact("Loss", shown(run.loss), readings.loss_baseline !== undefined && readings.loss_baseline !== null ? `expected ${shown(readings.loss_baseline)}` : null),
@@ -156,6 +154,10 @@ export class RunView {
     const run = this.about, heard = run.state === "running" && !run.watched, live = heard && access.orders;
     const paused = run.ledger?.automation === false;
     const button = (key, text, act, options = {}) => h("button", { type: "button", "data-key": key, disabled: !live, onclick: act, ...options }, text);
+    if (["finished", "halted"].includes(run.state)) {
+      replace(this.spots.actions, h("span", { class: "mute" }, "This run is over: it hears no order."));
+      return;
+    }
     replace(this.spots.actions,
       paused || run.ledger?.stopped ? button("resume", "Resume automation…", () => this.#order("resume")) : null,
       paused ? null : button("pause", "Pause automation…", () => this.#order("pause")),
@@ -165,7 +167,7 @@ export class RunView {
       button("halt", "Halt…", () => this.#order("halt"), { class: "danger" }),
       live ? null : h("span", { class: "mute" }, heard ? `No orders from here: ${access.why}.` : run.watched && run.state === "running"
         ? "This run reports to no sidecar, so it hears no order. To pause it, put a file PAUSE into its run directory."
-        : "This run is over or lost: nobody would hear an order."));
+        : "This run is lost: nobody would hear an order."));
   }
 
   #ask(kind, options, fields = [], values = () => ({})) {
@@ -231,80 +233,69 @@ export class RunView {
       order.command.issued_by ? ` · by ${order.command.issued_by}` : null))));
   }
 
-  // ---- what happened ------------------------------------------------------------------------
+  // ---- from incidents to charts and maps, and back --------------------------------------------
 
-  #incidents() {
-    const { incidents } = this;
-    const list = this.spots.incidents;
-    if (!incidents.length) {
-      replace(list, h("p", { class: "empty" }, this.about.ledger ? "No incident so far." : "Nothing is known yet."));
+  #head() {
+    const { acted, advice } = this.list.open;
+    const button = (which, tone, text) => h("button", { type: "button", class: `badge jump ${tone}`, "data-key": `jump-${which}`, onclick: () => this.list.to(which) }, text);
+    replace(this.spots.head, h("h1", {}, this.name), this.badges,
+      acted ? button("acted", "bad", `! ${acted} open ${acted === 1 ? "incident" : "incidents"}`) : null,
+      advice ? button("advice", "mute", `△ ${advice} ${advice === 1 ? "piece" : "pieces"} of advice`) : null);
+  }
+
+  #zoomTo(incident) {
+    const by = Math.max(AROUND, Math.round((incident.last - incident.opened + 1) / 2));
+    this.band = [incident.opened, incident.last];
+    this.range.show(incident.opened - by, incident.last + by, `Incident ${incident.number}. `);
+  }
+
+  #showSteps(incident) {
+    this.loss.goTo(incident.opened);
+    this.#zoomTo(incident);
+    this.loss.body.focus({ preventScroll: true });
+    calmly(this.curves, "start");
+  }
+
+  #showLayer(incident, layer) {
+    this.wanted = { layer, first: guide(incident).map };
+    this.#zoomTo(incident);
+  }
+
+  #openMark(mark) {
+    const incident = mark.incident ? this.incidents.find((i) => i.number === mark.incident.number && i.opened === mark.incident.opened) : this.list.at(mark.step);
+    const text = incident ? "" : `No incident belongs to step ${step(mark.step)}.`;
+    replace(this.spots.hint, h("p", { class: "mute" }, text || "Drag to zoom; click a mark to open its incident."));
+    if (!incident) { say(text, true); return; }
+    this.band = [incident.opened, incident.last];
+    this.#charts();
+    this.list.reveal(incident);
+  }
+
+  // The maps are there: to the layer that was asked for.
+  #toLayer() {
+    const { layer, first } = this.wanted;
+    this.wanted = null;
+    const there = [...this.maps].sort((a, b) => (b.signal === first) - (a.signal === first)).find(({ map, box }) => !box.hidden && map.has(layer));
+    for (const { map } of this.maps) map.mark(layer);
+    if (!there) {
+      const text = `Nothing was measured of ${layer} in these steps.`;
+      replace(this.spots.hint, h("p", { class: "mute" }, text));
+      say(text, true);
+      calmly(this.curves, "start");
       return;
     }
-    for (const incident of incidents) {
-      const before = this.told.get(`i${incident.number}`);
-      if (before !== incident.state && (before !== undefined || this.heard)) {
-        say(`Incident ${incident.number} ${incident.state}: ${incident.summary}`);
-      }
-      this.told.set(`i${incident.number}`, incident.state);
-    }
-    this.heard = true;
-    const names = this.about.layers ?? [];
-    const shownOnes = incidents.slice(0, 12);
-    replace(list, h("ul", { class: "list" }, shownOnes.map((i) => {
-      const open = i.state !== "resolved";
-      const id = `${this.name}:${i.number}`;
-      const done = deeds(i.actions, this.targets);
-      const layers = (i.layers ?? []).map((l) => names[l] ?? `layer ${l}`);
-      const silenced = i.silenced_until && i.silenced_until * 1000 > Date.now();
-      return h("li", { class: open ? "open" : null, "data-key": `incident-${i.number}-${i.opened}` },
-        h("div", { class: "row" },
-          h("h3", {}, `${i.number}. ${title(i.key)}`), badge(SEVERITIES[i.severity] ?? unknown(i.severity)),
-          badge(INCIDENT_STATES[i.state] ?? unknown(i.state)),
-          i.acknowledged_by ? badge(["✓", "mute", `acknowledged by ${i.acknowledged_by}`]) : null,
-          silenced ? badge(["z", "mute", `silenced until ${new Date(i.silenced_until * 1000).toLocaleTimeString()}`]) : null),
-        h("p", {}, i.summary),
-        h("p", { class: "mute" }, `${i.steps} troubled ${i.steps === 1 ? "step" : "steps"}, ${i.opened === i.last ? `at step ${step(i.opened)}` : `from step ${step(i.opened)} to ${step(i.last)}`}${i.resolved === null || i.resolved === undefined ? "" : `; over at step ${step(i.resolved)}`}`),
-        layers.length ? h("p", {}, `${i.key === "instability" ? "First out of its own band" : "Layers"}: ${layers.slice(0, 6).join(", ")}${layers.length > 6 ? ` and ${layers.length - 6} more` : ""}`) : null,
-        done.length ? h("div", {}, "What was done:", h("ul", {}, done.slice(-8).map((text) => h("li", {}, text)))) : h("p", { class: "mute" }, "Nothing was done about it: it is advice."),
-        ADVICE[i.key] ? h("p", { class: "note" }, ADVICE[i.key]) : null,
-        open && access.orders && !this.about.watched ? h("div", { class: "row" },
-          h("button", { type: "button", class: "small", "data-key": `ack-${id}`, onclick: () => this.#ack(id, i) }, "Acknowledge…"),
-          h("button", { type: "button", class: "small", "data-key": `silence-${id}`, onclick: () => this.#silence(id, i) }, "Silence…")) : null);
-    })), incidents.length > shownOnes.length ? h("p", { class: "mute" }, `and ${incidents.length - shownOnes.length} older ones: sentinel incidents ${this.name}`) : null);
-  }
-
-  #ack(id, incident) {
-    confirmDialog({
-      title: `Acknowledge incident ${incident.number}?`, button: "Acknowledge",
-      text: incident.latched ? "Everybody sees that you have taken it. It is latched: your acknowledgement also ends it." : "Everybody sees that you have taken it. It ends by itself when the run is quiet.",
-      fields: [nameField()],
-      act: async ({ by }) => {
-        await ask(`/v1/incidents/${encodeURIComponent(id)}/ack`, { method: "POST", body: { by } });
-        say(`Incident ${incident.number} acknowledged`);
-        this.refresh();
-      },
-    });
-  }
-
-  #silence(id, incident) {
-    const input = h("select", {}, [[1800, "30 minutes"], [7200, "2 hours"], [28800, "8 hours"], [86400, "a day"]].map(([s, text]) => h("option", { value: s }, text)));
-    confirmDialog({
-      title: `Silence incident ${incident.number}?`, button: "Silence",
-      text: "Nobody is paged about it for that long. Sentinel goes on acting.",
-      fields: [{ name: "for_s", label: "For", input }, nameField()],
-      act: async ({ for_s, by }) => {
-        await ask(`/v1/incidents/${encodeURIComponent(id)}/silence`, { method: "POST", body: { for_s: Number(for_s), by } });
-        say(`Incident ${incident.number} silenced`);
-        this.refresh();
-      },
-    });
+    there.box.focus({ preventScroll: true });
+    calmly(there.box, "start");
+    const at = there.map.whereMarked();
+    if (at !== null && at > window.innerHeight - 40) window.scrollBy(0, at - window.innerHeight / 2);
+    say(`${there.title}: ${there.map.summary}`, true);
   }
 
   #snapshots() {
     const { ledger, step: now, state } = this.about;
     const snapshots = [...(ledger?.snapshots ?? [])].sort((a, b) => b.step - a.step);
     if (!snapshots.length) {
-      replace(this.spots.snapshots, h("p", { class: "empty" }, ledger ? "No snapshot yet: nothing to roll back to." : "Nothing is known yet."));
+      replace(this.spots.snapshots, h("p", { class: "empty" }, !ledger ? (state === "running" ? "Nothing is known yet." : "Not recorded.") : state === "running" ? "No snapshot yet: nothing to roll back to." : "None was kept."));
       return;
     }
     replace(this.spots.snapshots, h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Snapshots" },
@@ -323,7 +314,7 @@ export class RunView {
     const gauges = this.about.gauges ?? {}, at = this.about.step;
     const kinds = Object.keys(gauges).filter((key) => key.startsWith("memory_bytes/")).map((key) => key.slice("memory_bytes/".length));
     if (!kinds.length) {
-      replace(this.spots.memory, h("p", { class: "empty" }, "Not measured so far."));
+      replace(this.spots.memory, h("p", { class: "empty" }, this.about.state === "running" ? "Not measured so far." : "Not recorded for a run that is over."));
       return;
     }
     const value = (kind) => number(gauges[`memory_bytes/${kind}`]);
@@ -354,19 +345,61 @@ export class RunView {
 
   // ---- curves ---------------------------------------------------------------------------------
 
-  #setRange(steps) {
-    this.range = steps;
-    this.ranges.forEach((button, n) => button.setAttribute("aria-pressed", String(RANGES[n][0] === steps)));
-    this.seriesAt = this.mapsAt = 0;
-    this.refresh();
+  // Other steps were asked for: at once, not with the next update.
+  async #fetch() {
+    if (!this.range.zoomed) {
+      this.band = null;
+      for (const { map } of this.maps) map.mark(null);
+    }
+    this.element.classList.add("busy");
+    try {
+      await this.#curves();
+      await this.#layers();
+    } catch {
+      this.seriesAt = this.mapsAt = 0;
+      this.refresh(); // which says what is wrong
+    } finally {
+      this.element.classList.remove("busy");
+    }
+  }
+
+  // The newest question wins, whichever answer comes last.
+  async #curves() {
+    const turn = (this.turn += 1);
+    this.seriesAt = Date.now();
+    const series = await loadSeries(this.name, this.range.asked, this.incidents ?? [], this.#points());
+    if (turn !== this.turn || this.left) return;
+    this.series = series;
+    this.range.came(this.about?.step ?? null, series.from, series.to);
+    this.#charts();
+  }
+
+  async #layers() {
+    const { turn } = this;
+    this.mapsAt = Date.now();
+    const { from, to } = this.range.asked, asked = { from: from ?? 0, to: to ?? this.about?.step ?? null };
+    const none = [];
+    for (const { signal, map, box, title } of this.maps) {
+      const data = await loadMap(this.name, signal, asked, MAP_COLUMNS);
+      if (turn !== this.turn || this.left) { this.mapsAt = 0; return; }
+      box.hidden = !data;
+      if (data) map.update(data);
+      else none.push(title[0].toLowerCase() + title.slice(1));
+    }
+    const why = this.range.zoomed ? "Not measured in these steps" : this.about?.state === "running" ? "Not measured so far" : "Not recorded";
+    replace(this.spots.unmeasured, none.length ? h("p", { class: "empty" }, `${why}: ${none.join(", ")}.`) : null);
+    this.element.dataset.ready = this.name;
+    if (this.wanted) this.#toLayer();
   }
 
   #points() { return Math.max(200, Math.min(1500, Math.round(this.element.clientWidth * 1.5) || 600)); }
 
   #charts() {
-    const { loss, norm, marks } = this.series;
-    this.loss.update({ x: loss.x, lines: [{ name: "loss", y: loss.y }], marks });
-    this.norm.update({ x: norm.x, lines: [{ name: "gradient norm", y: norm.y }], marks: marks.filter((m) => m.kind !== "spike") });
+    const { loss, norm, marks, from, to } = this.series;
+    const ends = this.range.stretch ?? (from === null ? null : [from, to]);
+    const empty = this.range.zoomed ? "no such step was recorded" : undefined;
+    this.loss.update({ x: loss.x, lines: [{ name: "loss", y: loss.y }], marks, ends, band: this.band, empty });
+    this.norm.update({ x: norm.x, lines: [{ name: "gradient norm", y: norm.y }], marks: marks.filter((m) => m.kind !== "spike"), ends, band: this.band, empty });
     this.#recentTable();
   }
 
@@ -379,16 +412,6 @@ export class RunView {
         h("td", {}, action ? `${action}: ${because(row.rule)}` : ""));
     });
     this.recentRows.replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, ["Step", "Loss", "Gradient norm", "What happened"].map((t) => h("th", { scope: "col" }, t)))), h("tbody", {}, rows)));
-  }
-
-  async #map({ signal, map, box }) {
-    const data = await loadMap(this.name, signal, this.about.step, this.range, MAP_COLUMNS);
-    if (!data) {
-      replace(box, h("p", { class: "empty" }, "Not measured so far."));
-      return;
-    }
-    if (map.element.parentElement !== box) replace(box, map.element);
-    map.update(data);
   }
 }
 

@@ -1,11 +1,18 @@
-// All runs at a glance.
+// All runs at a glance: what needs somebody first, what is over last.
 
 import { ask } from "/assets/api.js";
 import { h, replace } from "/assets/dom.js";
 import { badge, since, unknown } from "/assets/parts.js";
-import { PROTECTIONS, STATES, shown, step } from "/assets/words.js";
+import { DASH, PROTECTIONS, STATES, missing, shown, step } from "/assets/words.js";
 
-const ORDER = { lost: 0, halted: 1, running: 2, finished: 3 };
+const FILTER_FROM = 10, OVER_AT_FIRST = 20;
+const COLUMNS = ["Run", "State", "Protection", "Incidents", "Step", "Loss", "Gradient norm", "Last report"];
+
+// Advice is not counted: it can wait for the day.
+const acted = (run) => (run.open_incidents === null ? null : run.open_incidents - (run.open_advice ?? 0));
+const bare = (run) => run.state === "running" && run.step !== null && run.mode !== "observe" && ["off", "blind"].includes(run.protection);
+const rank = (run) => (run.state === "lost" ? 0 : run.state === "halted" ? 1 : run.state === "running" ? (bare(run) ? 2 : acted(run) ? 3 : 4) : 5);
+const plural = (n, what) => `${n} ${what}`;
 
 export class RunsView {
   constructor() {
@@ -13,43 +20,68 @@ export class RunsView {
     this.events = "/v1/events";
     this.notes = h("div", {});
     this.body = h("div", {});
-    this.element = h("div", {}, h("div", { class: "head" }, h("h1", {}, "Runs")), this.notes, this.body);
+    this.count = h("p", { class: "mute" });
+    this.input = h("input", { type: "search", id: "filter", autocomplete: "off", spellcheck: "false", placeholder: "part of a name", oninput: () => this.#paint() });
+    this.filter = h("div", { class: "row", hidden: true }, h("label", { for: "filter" }, "Find"), this.input);
+    this.runs = [];
+    this.all = false;
+    this.element = h("div", {}, h("div", { class: "head" }, h("h1", {}, "Runs"), this.filter), this.notes, this.count, this.body);
   }
-
-  touches() { return ["runs"]; }
 
   async load() {
     const { runs, trouble } = await ask("/v1/runs");
+    this.loaded = Date.now();
     replace(this.notes, trouble ? h("p", { class: "note bad" }, `The sidecar's record is in trouble, runs may be missing: ${trouble}`) : null);
-    const now = Date.now();
+    this.runs = runs.sort((a, b) => rank(a) - rank(b) || (rank(a) === 5 ? (b.ended_at ?? 0) - (a.ended_at ?? 0) : 0) || a.run.localeCompare(b.run));
+    this.#paint();
+  }
+
+  #paint() {
+    const { runs } = this;
     if (!runs.length) {
+      this.count.textContent = "";
       replace(this.body, h("section", { class: "plain" },
         h("p", { class: "empty" }, "No run has reported here yet."),
         h("p", {}, "Point a trainer at this sidecar: ", h("code", {}, `sentinel.attach(trainer, sidecar="${location.origin}")`),
           ", or set ", h("code", {}, `SENTINEL_SIDECAR=${location.origin}`), ".")));
       return;
     }
-    runs.sort((a, b) => (ORDER[a.state] ?? 9) - (ORDER[b.state] ?? 9) || a.run.localeCompare(b.run));
-    const cell = (label, ...children) => h("td", { role: "cell", "data-label": label }, h("span", {}, children));
-    const rows = runs.map((run) => h("tr", { role: "row", "data-key": `row-${run.run}` },
+    this.filter.hidden = runs.length < FILTER_FROM;
+    const wanted = this.input.value.trim().toLowerCase();
+    const found = runs.filter((run) => run.run.toLowerCase().includes(wanted));
+    const over = found.filter((run) => rank(run) === 5), live = found.filter((run) => rank(run) < 5);
+    const some = this.all || wanted || over.length <= OVER_AT_FIRST + 5 ? over : over.slice(0, OVER_AT_FIRST);
+    const need = live.filter((run) => rank(run) < 4).length;
+    const text = wanted ? `${found.length} of ${runs.length} runs` : [need ? `${plural(need, need === 1 ? "needs" : "need")} a look` : "none needs a look", plural(runs.filter((r) => r.state === "running").length, "running"), plural(over.length, "finished")].join(" · ");
+    if (this.count.textContent !== text) this.count.textContent = text;
+    if (!found.length) { replace(this.body, h("p", { class: "empty" }, `No run is named like “${wanted}”.`)); return; }
+    replace(this.body, h("table", { class: "cards runs", role: "table", "aria-label": "Runs" },
+      h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, COLUMNS.map((name) => h("th", { scope: "col", role: "columnheader" }, name)))),
+      h("tbody", { role: "rowgroup" }, [...live, ...some].map((run) => this.#row(run)))),
+    some.length < over.length ? h("button", { type: "button", class: "small more", "data-key": "all", onclick: () => { this.all = true; this.#paint(); } }, `Show all ${over.length} finished runs`) : null);
+  }
+
+  #row(run) {
+    const cell = (label, ...children) => h("td", { role: "cell", "data-label": label, class: children[0]?.className === "mute" ? "bare" : null }, h("span", {}, children));
+    const value = (text) => (text === DASH ? h("span", { class: "mute" }, missing(run)) : text);
+    const protection = run.step === null || run.state !== "running" ? h("span", { class: "mute" }, { running: "none yet", lost: "not known" }[run.state] ?? "over")
+      : badge(PROTECTIONS[run.protection] ?? unknown(run.protection ?? "not known"));
+    return h("tr", { role: "row", "data-key": `row-${run.run}`, class: rank(run) < 4 ? "look" : null },
       h("th", { scope: "row", role: "rowheader" }, h("a", { href: `#/runs/${encodeURIComponent(run.run)}`, "data-key": `run-${run.run}` }, run.run)),
       cell("State", badge(STATES[run.state] ?? unknown(run.state))),
-      cell("Protection", run.step === null || run.state !== "running" ? "–" : badge(PROTECTIONS[run.protection] ?? unknown(run.protection ?? "not known")), run.mode === "observe" ? " observing only" : ""),
-      cell("Incidents", open(run)),
-      cell("Step", step(run.step)),
-      cell("Loss", shown(run.loss)),
-      cell("Gradient norm", shown(run.grad_norm)),
-      cell("Last report", run.step === null && run.state === "running" ? "none yet" : since(now - run.last_report_s_ago * 1000)),
-    ));
-    replace(this.body, h("table", { class: "cards", role: "table", "aria-label": "Runs" },
-      h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, ["Run", "State", "Protection", "Incidents", "Step", "Loss", "Gradient norm", "Last report"]
-        .map((text) => h("th", { scope: "col", role: "columnheader" }, text)))),
-      h("tbody", { role: "rowgroup" }, rows)));
+      cell("Protection", protection, run.mode === "observe" ? h("span", { class: "mute" }, " observing only") : ""),
+      cell("Incidents", this.#incidents(run)),
+      cell("Step", value(step(run.step))),
+      cell("Loss", value(shown(run.loss))),
+      cell("Gradient norm", value(shown(run.grad_norm))),
+      cell("Last report", run.step === null && run.state === "running" ? "none yet" : since(Date.now() - run.last_report_s_ago * 1000)));
   }
-}
 
-function open(run) {
-  const count = run.open_incidents;
-  if (count === undefined || count === null) return "–";
-  return count ? badge(["!", "bad", `${count} open`]) : "none open";
+  #incidents(run) {
+    const open = acted(run), advice = run.open_advice ?? 0;
+    if (open === null) return h("span", { class: "mute" }, run.state === "running" ? "not known" : "not recorded");
+    if (!open && !advice) return h("span", { class: "mute" }, "none");
+    return [open ? badge(["!", run.state === "finished" ? "mute" : "bad", `${open} open`]) : null,
+      open && advice ? " " : null, advice ? badge(["△", "mute", `${advice} advice`]) : null];
+  }
 }

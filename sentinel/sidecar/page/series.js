@@ -1,9 +1,9 @@
 // A run's curves and layer maps, as the charts want them.
 
 import { Refused, ask, runPath } from "/assets/api.js";
-import { number } from "/assets/words.js";
+import { guide } from "/assets/todo.js";
+import { number, title } from "/assets/words.js";
 
-export const RANGES = [[200, "200 steps"], [1000, "1,000"], [10000, "10,000"], [null, "all"]];
 export const HOT_SCORE = 8; // where the detector calls a loss a spike, see docs/policy.md
 const MOST_SCORED = 20000; // beyond it the sidecar does not give scores
 
@@ -12,12 +12,10 @@ const query = (values) => {
   return given.length ? `?${new URLSearchParams(given)}` : "";
 };
 
-const first = (newest, range) => (range === null || newest === null ? null : Math.max(0, newest + 1 - range));
-
-// {loss: {x, y}, grad_norm: {x, y}, marks: [{step, kind, text}], left}
-export async function loadSeries(run, newest, range, incidents, points) {
-  const from = first(newest, range);
-  const data = await ask(runPath(run, `/series${query({ name: "loss,grad_norm", from, points })}`));
+// {loss: {x, y}, norm: {x, y}, marks: [{step, kind, text}], from, to} of the steps `from` to `to`,
+// null: from or to the end. `from` and `to` of the answer are the steps that are there.
+export async function loadSeries(run, { from, to }, incidents, points) {
+  const data = await ask(runPath(run, `/series${query({ name: "loss,grad_norm", from, to, points })}`));
   // Scores are not in the index of the series: only for so many steps.
   const scores = data.rows > 0 && data.rows <= MOST_SCORED
     ? await ask(runPath(run, `/series${query({ name: "spike_score", from: data.from, to: data.to, points })}`)).catch(refused)
@@ -39,9 +37,12 @@ export async function loadSeries(run, newest, range, incidents, points) {
   for (const { step, action } of data.actions ?? []) {
     if (TEXTS[action]) marks.push({ step, kind: action, text: TEXTS[action] });
   }
-  const low = data.series.loss?.step?.[0] ?? from ?? 0;
-  for (const incident of incidents) for (const [step, action] of incident.actions ?? []) {
-    if (action.startsWith("would_") && step >= low) marks.push({ step, kind: "would", text: "would have acted" });
+  const inside = (step) => data.from !== null && step >= data.from && step <= data.to;
+  for (const incident of incidents) {
+    if (guide(incident).advice && inside(incident.opened)) marks.push({ step: incident.opened, kind: "advice", text: `advice: ${title(incident.key)}`, incident });
+    for (const [step, action] of incident.actions ?? []) {
+      if (action.startsWith("would_") && inside(step)) marks.push({ step, kind: "would", text: "would have acted", incident });
+    }
   }
   const score = scores?.series?.spike_score;
   score?.value.forEach((v, i) => {
@@ -49,12 +50,12 @@ export async function loadSeries(run, newest, range, incidents, points) {
     if (z !== null && z > HOT_SCORE) marks.push({ step: score.step[i], kind: "spike", text: `spike score ${z === Infinity ? "infinite" : z.toFixed(1)}` });
   });
   marks.sort((a, b) => a.step - b.step);
-  return { loss, norm, marks, left: Math.max(0, (data.actions_total ?? 0) - (data.actions?.length ?? 0)) };
+  return { loss, norm, marks, from: data.from, to: data.to };
 }
 
 // {layers, steps, last, rows}, or null when the column was not measured in this run.
-export async function loadMap(run, name, newest, range, points) {
-  const data = await ask(runPath(run, `/layers${query({ name, from: first(newest, range) ?? 0, to: newest ?? 0, points })}`)).catch(refused);
+export async function loadMap(run, name, { from, to }, points) {
+  const data = await ask(runPath(run, `/layers${query({ name, from, to, points })}`)).catch(refused);
   if (!data?.steps?.length) return null;
   // -inf is a row without a measurement.
   const rows = data.values.map((row) => row.map((v) => (v === "-inf" ? null : number(v))));

@@ -20,6 +20,12 @@ export function shown(value, digits = 4) {
   return String(Number(x.toPrecision(digits)));
 }
 
+// Why there is no number for something of a run.
+export function missing(run) {
+  if (run.state === "running") return run.step === null ? "none yet" : "not measured";
+  return "not recorded";
+}
+
 export const step = (value) => (value === null || value === undefined ? DASH : value.toLocaleString("en"));
 
 export function ago(seconds) {
@@ -108,29 +114,6 @@ const KEYS = {
   throughput: "Training has become slower",
 };
 export const title = (key) => KEYS[key] ?? key.replaceAll("_", " ").replace(/^./, (c) => c.toUpperCase());
-
-export const ADVICE = {
-  attention_logit: "Add QK-Norm to the named layers, or lower their initial variance: a saturated softmax passes no gradient.",
-  level_shift: "Look for a change of the data or the learning rate at that step. Acknowledge it once it is explained.",
-  update_ratio: "Look at the learning rate and the initial scale of the named layers.",
-  norm_band: "1 to 10 is usual; above 50 a scale in the architecture is set wrong.",
-  layer_band: "Look at the named layers before the others: their scale, their input, their learning rate.",
-  layer_outlier: "Far above its like: its scale or learning rate is wrong. Far below: it chokes the backward path; add a skip connection or move the normalisation.",
-  depth: "Scale residual branches by (2 x blocks)^-1/2 or start them near zero, and look for a missing normalisation.",
-  residual_gain: "Start the named block's last projection near zero; scale residual branches by (2 x blocks)^-1/2.",
-  residual_mixing: "Constrain the mappings: rows and columns that are not negative and sum to 1.",
-  collapse: "Another activation, normalisation or residual connection in the named blocks.",
-  norm_trend: "Look at the residual initialisation, and for a missing normalisation or QK-Norm.",
-  rising_together: "The update direction oscillates: look at the residual scale and the length of the warm-up.",
-  stale_grads: "Call zero_grad once per optimizer step.",
-  loss_swing: "Lower the learning rate, or use larger micro-batches.",
-  loss_period: "Divide the loss by the number of accumulated micro-batches, or look at how the data repeat.",
-  loss_plateau: "Raise the learning rate; look for a missing zero_grad, saturated activations and the initialisation.",
-  loss_scale: "Activations or gradients overflow: look at the residual scale and the learning rate, or use bf16.",
-  clip_pressure: "The steps are not those of your learning rate: lower it, or raise the limit.",
-  headroom: "Keep 15 % free for peaks of communication: smaller micro-batches, or shard more.",
-  throughput: "Look at recomputation, gradient synchronisation and the interconnect.",
-};
 
 const DONE = { skip_step: "skipped", rollback: "rolled back", halt: "halted" };
 
