@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from sentinel import __version__
-from sentinel.sidecar import jobs, page, unserved
+from sentinel.sidecar import exporter, jobs, page, unserved
 from sentinel.sidecar.middleware import Headers, Timed
 from sentinel.sidecar.routes import control, health, ingest, metrics, read
 from sentinel.sidecar.service import Service
@@ -40,7 +40,9 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        async with jobs.running(service):
+        now = service.now()
+        shown = [run for run in service.runs.runs.values() if exporter.exported(run, now)]
+        async with jobs.running(service), service.past.at_hand(shown):
             yield
 
     app = FastAPI(

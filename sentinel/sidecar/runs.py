@@ -470,6 +470,7 @@ class Runs:
             return  # our answer was lost on the way
         self._count(run, message.moves)
         self._outcomes(run, message.moves, now)
+        self._after(run, message.moves)
         if run.known and not run.handed:
             self._follow(run, message.moves)
         self._note_incidents(run, now)
@@ -704,6 +705,15 @@ class Runs:
                     attempt = 0 if run.state is None else run.state.ledger.attempt
                     self._save_decision(run, decision, attempt, outcome.source, now, live=False)
                     break
+
+    def _after(self, run: Run, moves: Iterable[Move]) -> None:
+        """Keep what happened after the last report: a snapshot, or the end of a rollback."""
+        events = [codec.encode(move) for move in moves if not isinstance(move, WireOutcome)]
+        if events and run.record is not None:
+            try:
+                run.record.after(events)
+            except OSError as error:
+                logger.warning("the end is not recorded run=%s error=%s", run.name, error)
 
     def _record_of(self, run: Run) -> Record:
         """Where its reports are written; opened again when a late one follows its end."""

@@ -15,6 +15,7 @@ from sentinel.sidecar.door import Door
 from sentinel.sidecar.health import Health
 from sentinel.sidecar.hub import Hub
 from sentinel.sidecar.people import People
+from sentinel.sidecar.recall import Past
 from sentinel.sidecar.runs import RefusedError, Run, Runs
 from sentinel.sidecar.security import TokenFiles
 from sentinel.sidecar.settings import Settings
@@ -54,6 +55,7 @@ class Service:
         self.door = Door(settings, self.access, timer)
         self.people = People(self.runs, self.store.database, self.hub, clock)
         self.people.restore()
+        self.past = Past(self.runs, self.store)
         self.ready = False
 
     def series_directory(self, run: str) -> Path:

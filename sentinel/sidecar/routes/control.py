@@ -122,6 +122,7 @@ def router(service: Service) -> APIRouter:
                 told["value"] = command.value
             service.refuse_watched(run)
             known = runs.get(run)
+            await service.past.recall(known)
             old = known.orders.get(command.id)
             if old is not None:
                 _same(old.command, command)

@@ -16,6 +16,7 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy import select
 
 from sentinel.core.errors import ConfigError, ProtocolError, TraceError
+from sentinel.sidecar.counted import counted
 from sentinel.sidecar.door import answer, refusal
 from sentinel.sidecar.hub import MOST_LISTENERS, Event
 from sentinel.sidecar.runs import RefusedError, details, summary
@@ -50,17 +51,21 @@ def router(service: Service) -> APIRouter:
     @routes.get("/v1/runs")
     async def list_runs(request: Request) -> Response:
         def serve(_: bytes) -> tuple[int, Any]:
-            runs = [summary(run, service.now()) for run in service.all_runs()]
+            now = service.now()
+            past = service.past
+            runs = [summary(r, now) | counted(r) | past.tally(r) for r in service.all_runs()]
             return 200, {"runs": runs, "trouble": service.store.trouble}
 
         return await door.for_people(request, serve)
 
     @routes.get("/v1/runs/{run}")
     async def one_run(run: str, request: Request) -> Response:
-        def serve(_: bytes) -> tuple[int, Any]:
-            return 200, details(service.run(run), service.now())
+        async def work() -> Response:
+            found = service.run(run)
+            await service.past.recall(found)
+            return answer(details(found, service.now()) | service.past.tally(found))
 
-        return await door.for_people(request, serve)
+        return await reading(request, work)
 
     @routes.get("/v1/runs/{run}/series")
     async def series(run: str, request: Request) -> Response:

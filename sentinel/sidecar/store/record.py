@@ -308,6 +308,16 @@ class Record(Recorder):
             self.refused.add(seq)
             raise
 
+    def after(self, events: Iterable[bytes]) -> None:
+        """What happened after the last step, each as canonical bytes: no step comes to bring it.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        with self._trying():
+            if self._scalars is not None:
+                self._scalars.append_all([(Kind.EVENT, event) for event in events])
+
     def _look(self) -> None:
         # Two calls of the system; a directory that somebody deletes is noticed soon enough.
         self._looked += 1
