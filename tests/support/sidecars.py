@@ -116,6 +116,8 @@ class HostileProxy:
     something that is no HTTP. refuses: accepts and closes at once. endless: an answer without end.
     loses: of eight requests two in a row do not arrive (a client asks twice), and two answers.
     late: a good answer, 45 ms after the question.
+
+    Whatever the behaviour, the next answer that holds `drop_next` is lost; b"" for none.
     """
 
     BEHAVIOURS = (
@@ -134,6 +136,7 @@ class HostileProxy:
         self._target = port
         self.behaviour = "healthy"
         self.requests = self.lost = 0
+        self.drop_next = b""
         self._before = b""
         self._closing = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -196,6 +199,9 @@ class HostileProxy:
         if how == "late":
             time.sleep(0.045)
         if how == "loses" and self.requests % 8 in (5, 6):
+            return self._lose(front)
+        if self.drop_next and self.drop_next in answer:
+            self.drop_next = b""
             return self._lose(front)
         before, self._before = self._before, answer
         if how == "stale":

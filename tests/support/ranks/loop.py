@@ -87,6 +87,8 @@ class Setup:
             batches, so that a resumed run is not the same one again.
         count: say how many collectives of ProcessGroupGloo objects Python code has asked for.
         odd: {rank: options} of attach() on that rank alone; errors that are logged are said.
+        orders: say after each step which people's orders the engine has obeyed; pause_s: sleep
+            after each step.
         uneven: steps that all but rank 0 have fewer, under DDP's join().
         script: {step: {"held", "rate", "restored"}}: done by hand, as another run's books say.
     """
@@ -118,6 +120,8 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
     odd: dict[str, dict[str, Any]] = field(default_factory=dict)
     uneven: int = 0
+    orders: bool = False
+    pause_s: float = 0.0
     snapshots: dict[str, Any] = field(default_factory=dict)
     save: bool = False
     moves: dict[str, str] = field(default_factory=dict)
@@ -577,7 +581,13 @@ def step(me: Rank, world: World, books: Books, hand: Hand, session: Any, t: int)
     record["loss"] = loss if math.isfinite(loss) else repr(loss)
     if session is not None:
         record["protection"] = str(session._protection()[0])
+        if setup.orders:
+            ledger = session.state.ledger
+            record["orders"] = list(ledger.commands)
+            record["automation"] = ledger.automation
     me.say("step", **record, **me.survey())
+    if setup.pause_s:
+        time.sleep(setup.pause_s)
 
 
 def finish(me: Rank, world: World, books: Books, session: Any, ended: str) -> None:
