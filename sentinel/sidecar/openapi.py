@@ -445,7 +445,17 @@ def _paths() -> dict[str, dict[str, Schema]]:
         f"{runs}/commands": {
             "post": _operation(
                 "Give an order",
-                table(("id", "kind", "state"), id=TEXT, kind=TEXT, state=TEXT),
+                table(
+                    ("id", "kind", "state", "detail"),
+                    id=TEXT,
+                    kind=TEXT,
+                    state={"type": "string", "enum": ["pending", "delivered", "taken", "expired"]},
+                    taken_step=maybe(STEP),
+                    expires_at=TIME,
+                    recorded=TRUTH,
+                    run_state=TEXT,
+                    detail=TEXT | {"description": "What is to be expected of it, for people."},
+                ),
                 parameters=(
                     _RUN,
                     {

@@ -801,6 +801,10 @@ class Runs:
     def _ends(self, run: Run, state: str, now: float) -> None:
         run.run_state, run.ended = state, now
         logger.info("run closed run=%s state=%s", run.name, run.run_state)
+        for order in run.orders.values():
+            if order.open:  # a later life of the run must not obey what was meant for this one
+                order.state = "expired"
+                self.on_order(run.name, order)
         self._changed(run)
 
     def _changed(self, run: Run) -> None:

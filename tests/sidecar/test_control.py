@@ -14,6 +14,7 @@ from sentinel.core import engine
 from sentinel.core.events import SnapshotTaken
 from sentinel.core.types import Action
 from sentinel.sidecar.security import Role
+from sentinel.wire.messages import Close
 from tests.sidecar.test_app import POLICY, Sidecar, Trainer, run, sidecar
 from tests.support import FakeClock
 
@@ -261,6 +262,80 @@ class TestOrders:
                 got = await order(at.uds, kind="halt")
                 assert (got.status_code, trainer.run) == (409, "r")
                 assert "is finished: nobody would hear it" in got.text
+
+        run(test)
+
+    def test_an_order_for_a_lost_run_is_taken_and_says_until_when_it_would_act(self) -> None:
+        clock = FakeClock(1_000_000.0)
+
+        async def test() -> None:
+            async with sidecar(clock) as at:
+                trainer = await started(at)
+                said = (await order(at.uds, kind="skip_next", id="now")).json()
+                assert said["detail"] == "the trainer hears of it with its next report"
+                clock.advance(45.0)
+                said = (await order(at.uds, kind="pause", id="silent")).json()
+                assert said["run_state"] == "running"
+                assert "is silent (no sign of life for 45 s)" in said["detail"]
+                clock.advance(300.0)
+                at.app.state.service.runs.expire(clock())
+                got = await order(at.uds, kind="pause", id="lost")
+                said = got.json()
+                assert (got.status_code, said["run_state"], said["state"]) == (
+                    202,
+                    "lost",
+                    "pending",
+                )
+                # 1,000,000 s is 13:46:40; 345 s and ten minutes later:
+                assert said["detail"] == (
+                    "run 'r' is lost (no sign of life for 345 s): it acts on this only if its "
+                    "trainer returns before 14:02:25 UTC; otherwise nothing happens"
+                )
+                assert (await log(at, "r"))[-1]["detail"]["run_state"] == "lost"
+                told = (await trainer.step()).commands
+                assert [c.id for c in told] == ["now", "silent", "lost"]
+                assert (await trainer.about())["state"] == "running"
+
+        run(test)
+
+    def test_one_for_a_lost_run_that_comes_back_too_late_never_acts(self) -> None:
+        clock = FakeClock(1_000_000.0)
+
+        async def test() -> None:
+            async with sidecar(clock) as at:
+                trainer = await started(at)
+                clock.advance(300.0)
+                at.app.state.service.runs.expire(clock())
+                await order(at.uds, kind="halt", id="late", expires_in_s=60)
+                clock.advance(61.0)
+                assert (await trainer.step()).commands == ()
+                said = (await order(at.uds, kind="halt", id="late", expires_in_s=60)).json()
+                assert said["state"] == "expired"
+                assert "never acted on; a new order needs a new id" in said["detail"]
+
+        run(test)
+
+    @pytest.mark.parametrize("state", ["finished", "halted"])
+    def test_what_nobody_heard_before_the_end_is_not_kept_for_another_life(
+        self, state: str
+    ) -> None:
+        async def test() -> None:
+            async with sidecar() as at:
+                trainer = await started(at)
+                await order(at.uds, kind="rollback", id="x")
+                await order(at.uds, kind="pause", id="y")
+                await at.send(
+                    "POST",
+                    "/v1/runs/r/close",
+                    Close(run="r", incarnation="i", fence=trainer.fence, state=state),
+                )
+                states = {o["command"]["id"]: o["state"] for o in (await trainer.about())["orders"]}
+                assert set(states.values()) == {"expired"}
+                again = Trainer(at, incarnation="j")
+                await again.register()
+                assert (await again.step()).commands == ()
+                outcomes = [(e["detail"].get("id"), e["outcome"]) for e in await log(at, "r")]
+                assert ("y", "expired") in outcomes
 
         run(test)
 

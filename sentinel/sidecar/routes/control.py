@@ -7,7 +7,9 @@
     GET  /v1/access                    what this caller may do
 
 A command is idempotent by its id (or Idempotency-Key), is told the trainer with every reply until a
-frame of the trainer acknowledges it, and expires by this clock. Refusals are audited too, up to a
+frame of the trainer acknowledges it, and expires by this clock. For a run that has ended it is
+refused; for one that is lost it is taken, since a trainer behind a broken network goes on and may
+come back at any time, and the answer says until when it would still act. Refusals are audited too, up to a
 limit for each token and for strangers, so that nobody can fill the disk.
 
 Errors:  {"code", "detail"}, with the way out in the detail; 429 with Retry-After.
@@ -19,6 +21,7 @@ import logging
 import math
 import uuid
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -44,6 +47,7 @@ REFUSED_PER_MINUTE, REFUSED_AT_ONCE = 20.0, 50
 MAX_SILENCE_S = 30 * 86_400.0
 MAX_TTL_S = 86_400.0
 MAX_LOG = 1000
+SILENT_S = 30.0  # twice the time between two signs of life
 
 
 class _JsonCommand(msgspec.Struct, forbid_unknown_fields=True):
@@ -127,7 +131,7 @@ def router(service: Service) -> APIRouter:
             if old is not None:
                 _same(old.command, command)
                 told["again"] = True
-                return 202, _shown(old, True)
+                return 202, _shown(known, old, True, service.now())
             wait = per_run.wait(run, service.timer())
             if wait > 0.0:
                 raise TooManyError(
@@ -137,7 +141,9 @@ def router(service: Service) -> APIRouter:
                 )
             _sensible(known, command)
             order = runs.command(run, command, asked.expires_in_s, service.now())
-            return 202, _shown(order, await people.written())
+            if known.run_state != "running":
+                told["run_state"] = known.run_state
+            return 202, _shown(known, order, await people.written(), service.now())
 
         return await ordered(request, "command", run, serve)
 
@@ -280,7 +286,11 @@ def _same(old: Command, new: Command) -> None:
 def _sensible(run: Run, command: Command) -> None:
     """Refuse what cannot come to anything, while somebody is there to hear it."""
     if run.run_state in ("finished", "halted"):
-        raise RefusedError("over", f"run {run.name!r} is {run.run_state}: nobody would hear it")
+        raise RefusedError(
+            "over",
+            f"run {run.name!r} is {run.run_state}: nobody would hear it; start the run again, "
+            "or look at what happened: sentinel incidents RUN --all",
+        )
     ledger: Ledger | None = None if run.state is None else run.state.ledger
     if ledger is None:
         return
@@ -304,7 +314,7 @@ def _sensible(run: Run, command: Command) -> None:
         )
 
 
-def _shown(order: Order, recorded: bool) -> dict[str, Any]:
+def _shown(run: Run, order: Order, recorded: bool, now: float) -> dict[str, Any]:
     return {
         "id": order.command.id,
         "kind": order.command.kind,
@@ -312,4 +322,26 @@ def _shown(order: Order, recorded: bool) -> dict[str, Any]:
         "taken_step": order.taken_step,
         "expires_at": order.expires,
         "recorded": recorded,
+        "run_state": run.run_state,
+        "detail": _prospect(run, order, now),
     }
+
+
+def _prospect(run: Run, order: Order, now: float) -> str:
+    """What is to be expected of an order, in one sentence."""
+    match order.state:
+        case "taken":
+            return "the trainer has obeyed"
+        case "expired":
+            return "it has expired and was never acted on; a new order needs a new id"
+    until = datetime.fromtimestamp(order.expires, UTC).strftime("%H:%M:%S UTC")
+    if order.expires - now > 86_400.0 / 2:
+        until = datetime.fromtimestamp(order.expires, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    silent = now - run.last_heard
+    if run.run_state == "running" and silent <= max(SILENT_S, 3.0 * (run.interval_s or 0.0)):
+        return "the trainer hears of it with its next report"
+    so = "is lost" if run.run_state == "lost" else "is silent"
+    return (
+        f"run {run.name!r} {so} (no sign of life for {silent:.0f} s): it acts on this only if its "
+        f"trainer returns before {until}; otherwise nothing happens"
+    )
