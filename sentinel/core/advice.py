@@ -259,10 +259,10 @@ def _look(
             _say(raised, "rising_together", text)
     if rules.stale_grads.mode is not OFF:
         there = [v for v in norms if v == v]
-        stale, line = stale_grads.observe(stale, there, policy.stale_grads)
-        if line.flagged:
-            text = "the gradient norm grows in proportion to the steps"
-            _say(raised, "stale_grads", text, line.fit)
+        stale, pile = stale_grads.observe(stale, there, policy.stale_grads)
+        if pile.flagged:
+            text = f"the gradient norm grows at every step, {pile.ratio:.1f}-fold lately"
+            _say(raised, "stale_grads", text, pile.ratio)
     if flat[-2] == flat[-2] and rules.loss_scale.mode is not OFF:
         scales = [v for v in flat[2::4] if -_INF < v < _INF]
         scale, fall = loss_scale.observe(scale, scales, policy.loss_scale)

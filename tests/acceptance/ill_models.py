@@ -89,7 +89,7 @@ class Block(nn.Module):
         self.mlp_in = nn.Linear(WIDTH, 2 * WIDTH)
         self.mlp_out = nn.Linear(2 * WIDTH, WIDTH)
         if build.mixing:
-            self.mixing = nn.Parameter(torch.eye(4) + 0.2 * torch.rand(4, 4))
+            self.mixing = nn.Parameter(torch.eye(4) + 0.5 * torch.rand(4, 4))
             self.read = nn.Parameter(torch.rand(4) / 2)
             self.write = nn.Parameter(torch.rand(4) * 2)
 

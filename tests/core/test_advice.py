@@ -93,7 +93,7 @@ def rising_together(t: int, seen: Seen, rng: np.random.Generator) -> None:
 
 
 def stale_grads(t: int, seen: Seen, rng: np.random.Generator) -> None:
-    seen["grad_norm"] = 1.5 * (t + 1) * math.exp(0.05 * rng.normal())
+    seen["grad_norm"] = 1.5 * (t + 1) * math.exp(0.005 * rng.normal())
 
 
 def loss_swing(t: int, seen: Seen, rng: np.random.Generator) -> None:

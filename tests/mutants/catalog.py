@@ -257,6 +257,6 @@ MUTANTS: dict[str, Mutant] = {
         "detectors/throughput.py", "if not known or ratio >= 1.0 - config.drop:", "if True:"
     ),
     "any growth is a forgotten zero_grad": Mutant(
-        "detectors/stale_grads.py", "flagged or fit >= config.fit", "flagged or fit >= 0.0"
+        "detectors/stale_grads.py", "if falls <= FALLS:", "if falls <= n:"
     ),
 }

@@ -152,21 +152,26 @@ def plateau(rng: Rng, slope: float) -> bool:
     )
 
 
-def forgotten(rng: Rng, piling: bool) -> bool:
-    series = [
-        n * (t + 1 if piling else 1) for t, n in enumerate(norms(rng, 60, level=1.5, noise=0.1))
-    ]
+def forgotten(rng: Rng, piling: bool, noise: float = 1.0) -> bool:
+    """Gradients of which a part points the same way, and the rest is the batch's own."""
+    shared = rng.normal(size=400)
+    total, series = np.zeros(400), []
+    for _ in range(60):
+        own = shared + noise * rng.normal(size=400)
+        total = total + own if piling else own
+        series.append(float(np.linalg.norm(total)))
     config = stale_grads.StaleConfig()
     return ever(stale_grads, stale_grads.StaleState(), config, series, lambda r: r.flagged)
 
 
-def leaving_the_line(rng: Rng, piling: bool) -> bool:
-    """At a real learning rate the sum grows like a root: 1.5 x in 24 steps, 2 x in none of 12."""
-    noise = 0.003 if piling else 0.02
-    series = [
-        n * (4.0 + t) ** 0.5 if piling else n * (1.0 + 0.01 * t)
-        for t, n in enumerate(norms(rng, 60, level=1.5, noise=noise))
-    ][8:]
+def forgotten_in_noise(rng: Rng, piling: bool) -> bool:
+    return forgotten(rng, piling, noise=4.0)
+
+
+def early(rng: Rng, piling: bool) -> bool:
+    """A healthy norm that doubles, with its own scatter, in the first steps of a run."""
+    level = [1.5 * (t + 1.0) if piling else 1.0 + t / 12 for t in range(24)]
+    series = [v * math.exp((0.001 if piling else 0.05) * rng.normal()) for v in level]
     config = stale_grads.StaleConfig()
     return ever(stale_grads, stale_grads.StaleState(), config, series, lambda r: r.flagged)
 
@@ -215,7 +220,8 @@ PAIRS: dict[str, tuple[Callable[[Rng, Any], bool], Any, Any]] = {
     "periodic spikes": (periodic, 0.12, 0.0),
     "plateau": (plateau, 0.0, 1e-4),
     "zero_grad forgotten": (forgotten, True, False),
-    "zero_grad forgotten, quick rate": (leaving_the_line, True, False),
+    "zero_grad forgotten, much noise": (forgotten_in_noise, True, False),
+    "zero_grad forgotten, early": (early, True, False),
     "loss scale collapses": (scale, True, False),
     "throughput drops": (slow, 0.7, 0.95),
     "memory headroom": (full, 0.1, 0.2),
@@ -403,7 +409,7 @@ def test_bands_are_bounded_values_that_survive_being_saved() -> None:
 
 
 def test_of_a_run_of_rising_norms_one_may_fall() -> None:
-    config = stale_grads.StaleConfig(run=12, rise=1.5, growth=100.0)
+    config = stale_grads.StaleConfig(window=12, growth=1.5)
     rising = [1.0 + 0.1 * t for t in range(12)]
 
     def flagged(series: list[float]) -> bool:
@@ -473,7 +479,7 @@ def test_what_was_not_measured_says_nothing() -> None:
         (lambda: layer_band.BandConfig(width=0.0), "layer_band.width must"),
         (lambda: norm_trend.TrendConfig(short=2), "norm_trend.short must"),
         (lambda: loss_shape.ShapeConfig(swing=-1.0), "loss_shape.swing must"),
-        (lambda: stale_grads.StaleConfig(fit=2.0), "stale_grads.fit must"),
+        (lambda: stale_grads.StaleConfig(growth=0.5), "stale_grads.growth must"),
         (lambda: loss_scale.ScaleConfig(window=1), "loss_scale.window must"),
         (lambda: throughput.PaceConfig(drop=2.0), "throughput.drop must"),
         (lambda: throughput.PaceConfig(recent=100), "throughput.window must be at least twice"),
