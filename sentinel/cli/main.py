@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from sentinel import __version__
-from sentinel.cli import dashboards, look, order, replay, resume, run, snapshots
+from sentinel.cli import dashboards, keep, look, order, replay, resume, run, snapshots
 from sentinel.cli.remote import DEFAULT_PORT
 from sentinel.client import TOKEN_VARIABLE
 from sentinel.core.errors import SentinelError
 from sentinel.core.policy import SHIPPED, Policy
-from sentinel.dashboards.annotate import writer_from
 from sentinel.wire import codec
 
 ROLES = ("read", "ingest", "control")
@@ -133,6 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="RUN_DIR",
         help="show the runs in this folder too, which need no sidecar; read-only, repeatable",
     )
+    keep.add_options(serve_)
     serve_.add_argument("--verbose", action="store_true", help="log what happens to runs")
     serve_.set_defaults(run=serve)
 
@@ -207,9 +207,9 @@ def serve(options: argparse.Namespace) -> int:
     )
     for noisy in ("alembic", "apscheduler", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    writer = writer_from(os.environ)
+    grafana = keep.grafana_from(options)
     settings = Settings(
-        on_decision=None if writer is None else writer.decided,
+        grafana=grafana,
         policy=Policy.load(options.policy) if options.policy else None,
         token=os.environ.get(TOKEN_VARIABLE, ""),
         token_files=tuple((Role(role), path) for role, path in options.token_file),
@@ -235,8 +235,8 @@ def serve(options: argparse.Namespace) -> int:
             say=lambda line: print(line, flush=True),
         )
     finally:
-        if writer is not None:
-            writer.close()
+        if grafana is not None:
+            grafana.writer.close()
     return 0
 
 

@@ -253,6 +253,43 @@ CATALOG: tuple[MetricSpec, ...] = (
         per_run=False,
     ),
     MetricSpec(
+        "sidecar_grafana_up",
+        _G,
+        "1 while Grafana answers and takes what is written, else 0; absent where none is kept.",
+        per_run=False,
+    ),
+    MetricSpec(
+        "sidecar_grafana_left_alone",
+        _G,
+        "Things in Grafana that differ and are left alone: edited by hand, of a newer release, "
+        "or read from files.",
+        ("why",),
+        per_run=False,
+    ),
+    MetricSpec(
+        "sidecar_grafana_writes_total",
+        _C,
+        "Dashboards, folders and rule groups that were written to Grafana.",
+        per_run=False,
+    ),
+    MetricSpec(
+        "sidecar_grafana_failures_total",
+        _C,
+        "Looks at Grafana that failed, by HTTP status; 0: no answer.",
+        ("status",),
+        per_run=False,
+    ),
+    MetricSpec(
+        "sidecar_annotations_total",
+        _C,
+        "Marks for Grafana that were written, or refused by it.",
+        ("outcome",),
+        per_run=False,
+    ),
+    MetricSpec(
+        "sidecar_annotations_waiting", _G, "Marks that wait for Grafana in memory.", per_run=False
+    ),
+    MetricSpec(
         "sidecar_token_trouble",
         _G,
         "1 while a token file makes no sense, and the tokens of before stay in use.",

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from sentinel.core.errors import ConfigError, SentinelError
 
@@ -197,6 +197,13 @@ class GrafanaPort:
         """Write a mark that dashboards find by its tags."""
         body = {"time": int(at * 1000), "text": text, "tags": list(tags)}
         self._ask("POST", "/annotations", body)
+
+    def annotated(self, at: float, text: str, tags: Sequence[str]) -> bool:
+        """Whether such a mark is there already."""
+        ms = int(at * 1000)
+        query = [("from", ms - 1), ("to", ms + 1), ("limit", 1000), *(("tags", t) for t in tags)]
+        found = self._ask("GET", f"/annotations?{urlencode(query)}")
+        return any(a.get("time") == ms and a.get("text") == text for a in found)
 
     # ---- asking ---------------------------------------------------------------------
 

@@ -21,9 +21,15 @@ from typing import Any, Protocol
 
 from sentinel.core.errors import SentinelError
 from sentinel.dashboards import alerts
+from sentinel.dashboards.seal import Owner, newer, seal, seal_of, unsealed, whose, whose_rules
 
 SHOWN = 20  # differences of one thing that are listed
 MESSAGE = "pushed by sentinel"
+_WORDS = {
+    Owner.EDITED: "changed by hand",
+    Owner.NEWER: "by a later release",
+    Owner.FILES: "read from files",
+}
 _BESIDE = Path(__file__).parent / "generated"  # in an installed wheel
 _CHECKOUT = Path(__file__).parents[2] / "grafana" / "dashboards"
 
@@ -62,18 +68,21 @@ class Change:
         name: its uid or title.
         differences: paths in it that differ; empty when it is missing altogether.
         body: what is sent.
+        owner: who had the last word about what is there; a push overwrites it all the same.
     """
 
     what: str
     name: str
     differences: tuple[str, ...]
     body: dict[str, Any]
+    owner: Owner = Owner.OURS
 
     def __str__(self) -> str:
         if not self.differences:
             return f"{self.what} {self.name}: is missing"
         more = len(self.differences) - SHOWN
-        lines = [f"{self.what} {self.name}: differs", *self.differences[:SHOWN]]
+        by = "" if self.owner is Owner.OURS else f" ({_WORDS[self.owner]})"
+        lines = [f"{self.what} {self.name}: differs{by}", *self.differences[:SHOWN]]
         if more > 0:
             lines.append(f"and {more} more")
         return "\n    ".join(lines)
@@ -161,6 +170,7 @@ def compare(port: Grafana, want: Wanted) -> Plan:
     """What differs; writes nothing."""
     changes: list[Change] = []
     equal: list[str] = []
+    later = False
     if port.folder(want.folder) is None:
         changes.append(Change("folder", want.folder, (), {}))
     else:
@@ -169,15 +179,18 @@ def compare(port: Grafana, want: Wanted) -> Plan:
         uid = str(board["uid"])
         found = port.dashboard(uid)
         if found is None:
-            changes.append(Change("dashboard", uid, (), {**board, "id": None}))
+            changes.append(Change("dashboard", uid, (), {**seal(board, 1), "id": None}))
             continue
         there = found["dashboard"]
-        differs = tuple(differences(board, there))
+        mark = seal_of(there)
+        later = later or (mark is not None and newer(mark.release))
+        differs = tuple(differences(board, unsealed(there)))
         if found.get("meta", {}).get("folderUid", want.folder) != want.folder:
             differs = (*differs, f"folder: {found['meta']['folderUid']!r} -> {want.folder!r}")
         if differs:
-            body = {**board, "id": there.get("id"), "version": there.get("version")}
-            changes.append(Change("dashboard", uid, differs, body))
+            version = int(there.get("version") or 0)
+            body = {**seal(board, version + 1), "id": there.get("id"), "version": version}
+            changes.append(Change("dashboard", uid, differs, body, whose(found, want.folder)))
         else:
             equal.append(f"dashboard {uid}")
     if want.group is not None:
@@ -185,9 +198,12 @@ def compare(port: Grafana, want: Wanted) -> Plan:
         there = port.rule_group(want.folder, name)
         # Grafana answers an empty group for one that it does not have.
         if there is None or not there.get("rules"):
-            changes.append(Change("alert rules", name, (), want.group))
+            owner = Owner.NEWER if later else Owner.OURS
+            changes.append(Change("alert rules", name, (), want.group, owner))
         elif differs := tuple(differences(_by_name(want.group), _by_name(there))):
-            changes.append(Change("alert rules", name, differs, want.group))
+            # Rules carry no mark: the dashboards say whether a later release was here.
+            owner = Owner.NEWER if later else whose_rules(there, want.group)
+            changes.append(Change("alert rules", name, differs, want.group, owner))
         else:
             equal.append(f"alert rules {name}")
     return Plan(tuple(changes), tuple(equal), want.folder)

@@ -29,6 +29,7 @@ from sentinel.core import exposition
 from sentinel.core.catalog import CATALOG, RUN_STATES, Kind, MetricSpec
 from sentinel.core.exposition import SIGNALS, Sample, labels, number, one, table
 from sentinel.core.types import NOT_MEASURED, Column, IncidentState
+from sentinel.sidecar.marks import Keeper, Writer
 from sentinel.sidecar.runs import Histogram, Run
 from sentinel.sidecar.service import Service
 
@@ -42,6 +43,7 @@ ENDED_S, LOST_S = 600.0, 3600.0
 TURN_S = 0.002
 
 Source = Callable[[Run, float], Iterable[Sample]]
+SidecarSource = Callable[[Service, float], Iterable[Sample]]
 
 
 class Layers(StrEnum):
@@ -331,7 +333,26 @@ HISTOGRAMS: dict[str, Callable[[Run], Histogram]] = {
 
 # ---- the sidecar itself ------------------------------------------------------------------
 
-SIDECAR: dict[str, Callable[[Service, float], Iterable[Sample]]] = {
+
+def _kept(get: Callable[[Keeper], Iterable[Sample]]) -> SidecarSource:
+    """Of whoever keeps Grafana; nothing where nobody does."""
+
+    def source(service: Service, now: float) -> Iterable[Sample]:
+        grafana = service.settings.grafana
+        return () if grafana is None or grafana.keeper is None else get(grafana.keeper)
+
+    return source
+
+
+def _annotated(get: Callable[[Writer], Iterable[Sample]]) -> SidecarSource:
+    def source(service: Service, now: float) -> Iterable[Sample]:
+        grafana = service.settings.grafana
+        return () if grafana is None else get(grafana.writer)
+
+    return source
+
+
+SIDECAR: dict[str, SidecarSource] = {
     "sidecar_runs": lambda service, now: [
         ((state,), float(sum(run.run_state == state for run in service.runs.runs.values())))
         for state in RUN_STATES
@@ -347,6 +368,19 @@ SIDECAR: dict[str, Callable[[Service, float], Iterable[Sample]]] = {
     "sidecar_store_bytes": lambda service, now: one(service.store.bytes),
     "sidecar_lost_records_total": lambda service, now: one(service.store.lost_records),
     "sidecar_dropped_segments_total": lambda service, now: one(service.store.dropped_segments),
+    "sidecar_grafana_up": _kept(lambda keeper: one(keeper.up)),
+    "sidecar_grafana_left_alone": _kept(
+        lambda keeper: [
+            ((why,), float(sum(one == why for one in keeper.left_alone.values())))
+            for why in ("edited", "newer", "files")
+        ]
+    ),
+    "sidecar_grafana_writes_total": _kept(lambda keeper: one(keeper.writes)),
+    "sidecar_grafana_failures_total": _kept(lambda keeper: table(sorted(keeper.failures.items()))),
+    "sidecar_annotations_total": _annotated(
+        lambda writer: table([("dropped", writer.dropped), ("written", writer.written)])
+    ),
+    "sidecar_annotations_waiting": _annotated(lambda writer: one(writer.waiting)),
     "sidecar_token_trouble": lambda service, now: one(bool(service.tokens.trouble)),
     "sidecar_job_errors_total": lambda service, now: table(
         sorted(service.health.job_errors.items())

@@ -1,4 +1,4 @@
-"""What happens by the clock: lost runs, saving, retention, layer maps, watched folders.
+"""What happens by the clock: lost runs, saving, retention, layer maps, watched folders, Grafana.
 
     async with running(service): ...       inside the application's lifespan
 
@@ -34,6 +34,7 @@ RETENTION_S = 300.0
 MAPS_S = 60.0
 WATCH_S = 3.0
 TOKENS_S = 1.0
+MARKS_S = 30.0
 LAG_S = 0.25
 LET_GO_S = 3600.0
 DRAIN_S = 5.0
@@ -61,6 +62,11 @@ class Jobs:
         self._add(self.maps, MAPS_S)
         if service.settings.watch:
             self._add(self.watch, WATCH_S)
+        grafana = service.settings.grafana
+        if grafana is not None:
+            self._add(self.marks, MARKS_S)
+            if grafana.keeper is not None:
+                self._add(self.grafana, grafana.every_s)
         if service.settings.token_files:
             self._add(self.tokens, TOKENS_S)
             service.reread = self._reread
@@ -70,6 +76,9 @@ class Jobs:
         """From now on."""
         self._scheduler.start()
         self._begin(self.retain)  # not awaited: it looks at every file there is
+        if self._service.settings.grafana is not None:
+            self._begin(self.marks)
+            self._begin(self.grafana)
         self._lag = asyncio.create_task(self._measure_lag())
 
     async def drain(self) -> None:
@@ -223,6 +232,16 @@ class Jobs:
         if changed.removed:
             # A stream was let in once and may go on for days: everybody has to come in again.
             service.hub.dismiss()
+
+    async def marks(self) -> None:
+        """Marks that Grafana has not got: of an earlier start, or those there was no room for."""
+        await self._service.runs.marks.bring()
+
+    async def grafana(self) -> None:
+        """See that Grafana holds what it should; in a thread of the keeper's own."""
+        grafana = self._service.settings.grafana
+        if grafana is not None and grafana.keeper is not None:
+            grafana.keeper.begin()
 
     async def watch(self) -> None:
         """Look at the folders of embedded runs."""

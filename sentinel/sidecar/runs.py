@@ -52,6 +52,7 @@ from sentinel.core.types import (
     Source,
 )
 from sentinel.sidecar.hub import Hub
+from sentinel.sidecar.marks import Marks
 from sentinel.sidecar.settings import Settings
 from sentinel.sidecar.store.models import DecisionRow, RunRow
 from sentinel.sidecar.store.record import (
@@ -272,6 +273,7 @@ class Runs:
         self._timer = timer
         self._store = store
         self._hub = hub
+        self._marks = Marks(settings.grafana, store)
         self._handed = None if settings.policy is None else codec.encode_policy(settings.policy)
 
     def get(self, name: str) -> Run:
@@ -288,6 +290,11 @@ class Runs:
             if run.earlier is None:  # ended ones are many: not read before somebody asks
                 self._look_back(run)
         return run
+
+    @property
+    def marks(self) -> Marks:
+        """What Grafana is told."""
+        return self._marks
 
     def _look_back(self, run: Run) -> None:
         found = newest_steps(self._store.run_directory(run.name), run.incarnation)
@@ -743,7 +750,14 @@ class Runs:
         now: float,
         *,
         live: bool,
+        found: bool = False,
     ) -> None:
+        """Write an executed action down.
+
+        Args:
+            live: it is told to everybody, now.
+            found: on disk, of the time before a restart: Grafana has not heard of it either.
+        """
         row = {
             "step": decision.step,
             "attempt": attempt,
@@ -754,11 +768,13 @@ class Runs:
             "source": str(source),
             "at": now,
         }
-        self._store.save_decision(DecisionRow(run=run.name, incarnation=run.incarnation, **row))
+        self._store.save_decision(
+            DecisionRow(run=run.name, incarnation=run.incarnation, **row),
+            mark=(live or found) and self._marks.wanted,
+        )
         if live:
             self._hub.publish("decision", run.name, row)
-            if self.settings.on_decision is not None:
-                self.settings.on_decision(run.name, row)
+            self._marks.decided(run.name, run.incarnation, row)
 
     def _note_incidents(self, run: Run, now: float) -> None:
         """Write incidents that have changed."""
@@ -790,6 +806,7 @@ class Runs:
                 record.outcome.source,
                 record.at or 0.0,
                 live=False,
+                found=record.at is not None,
             )
 
     def _is_back(self, run: Run, now: float) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sentinel.core.errors import ConfigError
 from sentinel.core.policy import Policy
 from sentinel.sidecar.security import Role
+
+if TYPE_CHECKING:
+    from sentinel.sidecar.marks import Grafana
 
 MIN_RUN_BYTES = 16 * 2**20  # less would drop segments as soon as they are closed
 
@@ -33,8 +35,7 @@ class Settings:
         max_store_bytes: what all series may take; runs that are over make room, oldest first.
         retention_days: series and rows of runs that ended longer ago are deleted.
         audit_days: lines of the audit log that are older are deleted.
-        on_decision: told the run and the row of every executed decision but PROCEED, once, when it
-            is live; it must return at once. Marks in Grafana are written by it.
+        grafana: who tells Grafana of what was done, and keeps the dashboards there; see marks.py.
         watch: folders of embedded runs (a trainer's run_dir) that are shown too, read-only.
     """
 
@@ -52,7 +53,7 @@ class Settings:
     retention_days: float = 30.0
     audit_days: float = 365.0
     watch: tuple[Path, ...] = ()
-    on_decision: Callable[[str, Mapping[str, Any]], None] | None = None
+    grafana: Grafana | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lost_after_s) and self.lost_after_s > 0):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import yaml
 
+from sentinel.core import advice
 from sentinel.core.catalog import CATALOG, PREFIX
+from sentinel.core.policy import Rules
 from sentinel.dashboards import alerts, panels
 from sentinel.dashboards.build import FILES, RUN_DASHBOARD, build, generate
 from tests.support import ROOT
@@ -88,6 +91,18 @@ def test_every_panel_has_a_description_and_its_runbook_exists() -> None:
 
 def test_every_alert_has_a_section_in_the_runbooks() -> None:
     assert {one.name.lower() for one in alerts.ALERTS} <= anchors(RUNBOOKS)
+
+
+def test_every_flag_has_a_section_in_the_runbooks_that_says_all_it_should() -> None:
+    flags = [f.name for f in fields(Rules)]
+    flags = flags[flags.index("level_shift") :]
+    assert set(advice.FLAGS) < set(flags)
+    flags.remove("attention_logit")  # has an alert of its own
+    for flag in flags:
+        found = re.search(rf"^### {flag}$\n\n(.*?)^##", RUNBOOKS, re.MULTILINE | re.DOTALL)
+        assert found, f"no heading {flag}"
+        said = re.findall(r"^\*\*(\w+)", found[1], re.MULTILINE)
+        assert said[:5] == ["Means", "Healthy", "First", "Then", "Silence"], flag
 
 
 def test_no_panel_asks_for_a_metric_that_nothing_feeds() -> None:

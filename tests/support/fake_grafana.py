@@ -231,7 +231,10 @@ class FakeGrafana:
 
     def _find_annotations(self, query: dict[str, list[str]]) -> Any:
         tags = set(query.get("tags", []))
-        return [a for a in self.annotations if tags <= set(a["tags"])]
+        first = int(query.get("from", ["0"])[0])
+        last = int(query.get("to", [str(2**62)])[0])
+        found = [a for a in self.annotations if tags <= set(a["tags"])]
+        return [a for a in found if first <= a["time"] <= last]
 
 
 def _json(value: Any) -> bytes:

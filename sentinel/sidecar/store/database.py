@@ -170,26 +170,28 @@ def _let_shrink(engine: Engine) -> None:
 
     New ones are made so by _sqlite.
     """
-    connection = engine.raw_connection()
-    try:
-        cursor = connection.cursor()
-        ((auto,),) = cursor.execute("PRAGMA auto_vacuum").fetchall()
-        ((pages,),) = cursor.execute("PRAGMA page_count").fetchall()
-        ((size,),) = cursor.execute("PRAGMA page_size").fetchall()
-        if auto or not pages:
-            return
-        if pages * size > MOST_REWRITTEN:
-            logger.warning(
-                "the database file does not shrink when old runs go; to let it, stop the sidecar "
-                "and run once: sqlite3 sentinel.db 'PRAGMA auto_vacuum=INCREMENTAL; VACUUM;'"
-            )
-            return
-        cursor.execute("PRAGMA auto_vacuum=INCREMENTAL")
-        cursor.execute("VACUUM")
-    except sqlite3.Error as error:  # a disk that is full or read-only: it stays as it is
-        logger.warning("the database file was not made to shrink error=%s", error)
-    finally:
-        connection.close()
+    with engine.connect() as connection:
+        driver: Any = connection.connection.driver_connection
+        cursor = driver.cursor()
+        try:
+            ((auto,),) = cursor.execute("PRAGMA auto_vacuum").fetchall()
+            ((pages,),) = cursor.execute("PRAGMA page_count").fetchall()
+            ((size,),) = cursor.execute("PRAGMA page_size").fetchall()
+            if auto or not pages:
+                return
+            if pages * size > MOST_REWRITTEN:
+                logger.warning(
+                    "the database file does not shrink when old runs go; to let it, stop the "
+                    "sidecar and run once: sqlite3 sentinel.db 'PRAGMA auto_vacuum=INCREMENTAL; "
+                    "VACUUM;'"
+                )
+                return
+            cursor.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            cursor.execute("VACUUM")
+        except sqlite3.Error as error:  # a disk that is full or read-only: it stays as it is
+            logger.warning("the database file was not made to shrink error=%s", error)
+        finally:
+            cursor.close()
 
 
 def _engine(url: str) -> Engine:

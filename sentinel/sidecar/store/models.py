@@ -1,4 +1,4 @@
-"""The tables: runs, incidents, executed decisions, people's commands, the audit log.
+"""The tables: runs, incidents, executed decisions and their marks, people's commands, the audit.
 
     with Session(engine) as session: session.scalars(select(Command).where(Command.run == "r7"))
 
@@ -97,6 +97,23 @@ class DecisionRow(Base):
     reason: Mapped[str] = mapped_column(Text)
     target: Mapped[int | None] = mapped_column(BigInteger)
     source: Mapped[str] = mapped_column(String(16))
+    at: Mapped[float]
+
+
+class MarkRow(Base):
+    """An executed action that Grafana is still to be told; gone when it has been."""
+
+    __tablename__ = "mark"
+    __table_args__ = (UniqueConstraint("run", "incarnation", "step", "attempt"),)
+
+    id: Mapped[int] = mapped_column(_BIG, primary_key=True)
+    run: Mapped[str] = mapped_column(String(NAME))
+    incarnation: Mapped[str] = mapped_column(String(NAME))
+    step: Mapped[int] = mapped_column(BigInteger)
+    attempt: Mapped[int]
+    action: Mapped[str] = mapped_column(String(16))
+    rule: Mapped[str] = mapped_column(String(64))
+    reason: Mapped[str] = mapped_column(Text)
     at: Mapped[float]
 
 

@@ -22,7 +22,14 @@ from typing import Any
 from sqlalchemy import CursorResult, delete, func, select
 from sqlalchemy.orm import Session
 
-from sentinel.sidecar.store.models import AuditRow, CommandRow, DecisionRow, IncidentRow, RunRow
+from sentinel.sidecar.store.models import (
+    AuditRow,
+    CommandRow,
+    DecisionRow,
+    IncidentRow,
+    MarkRow,
+    RunRow,
+)
 
 BATCH = 500  # rows of one table in one transaction: milliseconds
 PAGES = 256  # 1 MiB of SQLite
@@ -33,6 +40,7 @@ OF_RUNS: tuple[tuple[Any, Any], ...] = (
     (IncidentRow, IncidentRow.updated_at),
     (DecisionRow, DecisionRow.at),
     (CommandRow, CommandRow.created_at),
+    (MarkRow, MarkRow.at),
 )
 _ended = func.coalesce(RunRow.ended_at, RunRow.heard_at)
 

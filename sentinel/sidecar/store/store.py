@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import delete, select, text, update
+from sqlalchemy import Delete, delete, select, text, update
 from sqlalchemy.orm import Session
 
 from sentinel.core.errors import ConfigError
@@ -35,11 +35,13 @@ from sentinel.core.policy import Policy
 from sentinel.core.state import Incident, State
 from sentinel.sidecar.settings import MIN_RUN_BYTES, Settings
 from sentinel.sidecar.store.database import Database, StoreError
-from sentinel.sidecar.store.models import DecisionRow, IncidentRow, RunRow
+from sentinel.sidecar.store.models import DecisionRow, IncidentRow, MarkRow, RunRow
 from sentinel.sidecar.store.record import Record, Seen, reports_on_disk
 from sentinel.sidecar.store.series import SeriesFiles
 
 logger = logging.getLogger(__name__)
+
+MarkKey = tuple[str, str, int, int]  # run, incarnation, step, attempt
 
 
 class Store:
@@ -204,21 +206,31 @@ class Store:
         rows = [{"name": n, "heard_at": at, "last_step": step} for n, at, step in heard]
         self.database.submit(lambda session: session.execute(update(RunRow), rows))
 
-    def save_decision(self, row: DecisionRow) -> None:
-        """Write an executed action; one of the same step replaces it."""
-        self.database.submit(lambda session: _replace_decision(session, row))
+    def save_decision(self, row: DecisionRow, *, mark: bool = False) -> None:
+        """Write an executed action; one of the same step replaces it.
+
+        Args:
+            mark: if it is new, Grafana is to be told.
+        """
+        self.database.submit(lambda session: _replace_decision(session, row, mark))
+
+    def marked(self, key: MarkKey) -> None:
+        """Grafana has been told; from any thread."""
+        self.database.submit(lambda session: session.execute(_of(MarkRow, key)))
+
+    async def marks(self, most: int) -> list[MarkRow]:
+        """What it is still to be told, the oldest first; raises StoreError."""
+        oldest = select(MarkRow).order_by(MarkRow.id).limit(most)
+        return await self.database.run(lambda session: list(session.scalars(oldest)))
 
     def drop_decision(self, run: str, incarnation: str, step: int) -> None:
         """It was not carried out after all."""
-        self.database.submit(
-            lambda session: session.execute(
-                delete(DecisionRow).where(
-                    DecisionRow.run == run,
-                    DecisionRow.incarnation == incarnation,
-                    DecisionRow.step == step,
-                )
-            )
-        )
+
+        def drop(session: Session) -> None:
+            for table in (DecisionRow, MarkRow):
+                session.execute(_of(table, (run, incarnation, step)))
+
+        self.database.submit(drop)
 
     def save_incidents(self, run: str, incidents: Iterable[Incident], now: float) -> None:
         """Write those incidents as they are now."""
@@ -296,7 +308,13 @@ def directory_bytes(directory: Path) -> int:
     return total
 
 
-def _replace_decision(session: Session, row: DecisionRow) -> None:
+def _of(table: Any, key: tuple[Any, ...]) -> Delete:
+    """Delete its rows of that run, incarnation, step and, where it is given, attempt."""
+    columns = (table.run, table.incarnation, table.step, table.attempt)
+    return delete(table).where(*(c == k for c, k in zip(columns, key, strict=False)))
+
+
+def _replace_decision(session: Session, row: DecisionRow, mark: bool) -> None:
     old = session.scalar(
         select(DecisionRow).where(
             DecisionRow.run == row.run,
@@ -306,6 +324,9 @@ def _replace_decision(session: Session, row: DecisionRow) -> None:
         )
     )
     if old is None:
+        if mark:
+            names = [c.key for c in MarkRow.__table__.columns if c.key != "id"]
+            session.add(MarkRow(**{name: getattr(row, name) for name in names}))
         session.add(row)
         return
     for name in ("action", "rule", "reason", "target", "source"):
