@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from sentinel.core.policy import Policy
+from sentinel.core.policy import Policy, Rules
 from tests.support.browser import Seen, browsing, opened
 from tests.support.live import LiveTrainer
 from tests.support.long_runs import write_run
@@ -490,3 +492,442 @@ def test_what_the_record_lacks_and_what_a_halted_run_needs_is_said_and_nothing_e
         seen.page.get_by_text("The run was halted.").wait_for()
         assert "training goes on" not in seen.page.locator("main").inner_text()
         assert seen.problems() == []
+
+
+# ---- incidents, and what to do about them -------------------------------------------------------
+
+SKIP, BACK = [120, "skip_step", "loss_outlier"], [123, "rollback", "loss_spike"]
+INSTABILITIES: list[tuple[str, dict[str, Any]]] = [
+    ("a rollback failed", {"summary": "rollback failed: torn; skipped", "actions": [BACK]}),
+    ("halted", {"actions": [[123, "halt", "loss_spike"]]}),
+    (
+        "the rollback budget is spent",
+        {"summary": "3 rollbacks within 2000 steps are spent: acting stopped", "actions": [SKIP]},
+    ),
+    ("rolled back by order", {"actions": [[123, "rollback", "command"]]}),
+    ("rolled back", {"actions": [SKIP, BACK]}),
+    ("only observed", {"actions": [[120, "would_skip_step", "loss_outlier"]]}),
+    ("NaN or inf", {"actions": [[120, "skip_step", "nonfinite_grad"]]}),
+    ("steps skipped", {"actions": [SKIP]}),
+    ("a spike, let through", {"summary": "spike step 1, let through"}),
+]
+FLAGS = [f.name for f in fields(Rules)]
+FLAGS = FLAGS[FLAGS.index("attention_logit") :]
+
+
+def test_every_kind_of_incident_says_what_to_do_and_where_more_stands(
+    finished: ServeProcess, browser: Any
+) -> None:
+    kinds = [*[("instability", name, more) for name, more in INSTABILITIES]]
+    kinds += [("level_shift", "The loss moved to another level", {})]
+    listed = [incident(n, key, **more) for n, (key, _, more) in enumerate(kinds, 1)]
+    listed += [incident(n, key, layers=[2]) for n, key in enumerate(FLAGS, len(kinds) + 1)]
+    root = Path(__file__).parents[2]
+    with opened(browser, finished.url) as seen, having(seen, "faults", listed):
+        page = seen.page
+        enter(seen, finished.url)
+        go(seen, "faults")
+        acted = page.get_by_role("region", name="Incidents", exact=True)
+        advice = page.get_by_role("region", name="Advice", exact=True)
+        for section in (acted, advice):
+            while section.get_by_role("button", name=re.compile("^Show .* more$")).count():
+                section.get_by_role("button", name=re.compile("^Show .* more$")).click()
+        unfold(seen)
+        assert (acted.locator("h3").count(), advice.locator("h3").count()) == (
+            len(kinds),
+            len(FLAGS),
+        )
+        for _, name, _ in kinds:
+            assert acted.locator("h3", has_text=name).count() >= 1, name
+        for item in page.locator("ul.list > li").all():
+            text = item.inner_text()
+            assert "What to do" in text, text
+            assert item.locator(".todo li").count() >= 1, text
+            file, heading = re.search(r"More: (\S+), “(.+)”\.", text).groups()  # type: ignore[union-attr]
+            assert re.search(rf"(?m)^##+ {re.escape(heading)}$", (root / file).read_text()), text
+        for text in advice.locator("h3").all_inner_texts():
+            assert not any(re.search(rf"\d\. {key}\b", text, re.IGNORECASE) for key in FLAGS), text
+        # Advice is no alarm: neither red, nor firing, nor counted with the others.
+        assert advice.locator(".badge.bad, .badge.warn").count() == 0
+        assert "firing" not in advice.inner_text()
+        assert page.get_by_role("button", name=f"! {len(kinds)} open incidents").count() == 1
+        page.get_by_role("button", name=f"△ {len(FLAGS)} pieces of advice").click()
+        assert advice.locator("summary").first.evaluate("e => e === document.activeElement")
+        assert seen.problems() == []
+
+
+def bounds(chart: Any) -> tuple[int, int]:
+    """The steps that a chart shows."""
+    return (
+        int(chart.get_attribute("aria-valuemin")),
+        int(chart.get_attribute("aria-valuemax")),
+    )
+
+
+def zoomed(seen: Seen, first: int, last: int) -> None:
+    """Wait for just these steps."""
+    seen.page.wait_for_function(
+        """([a, b]) => [...document.querySelectorAll('.chart')].slice(0, 2).every(
+            e => +e.getAttribute('aria-valuemin') === a
+                && +e.getAttribute('aria-valuemax') === b)""",
+        arg=[first, last],
+    )
+
+
+def test_an_incident_leads_to_its_steps_and_a_mark_to_its_incident(
+    finished: ServeProcess, browser: Any
+) -> None:
+    rolled = next(
+        i
+        for i in told(finished.url, "faults")["ledger"]["incidents"]
+        if any(action == "rollback" for _, action, _ in i["actions"])
+    )
+    with opened(browser, finished.url) as seen:
+        page = seen.page
+        enter(seen, finished.url)
+        go(seen, "faults")
+        item = page.locator(f'[data-key="incident-{rolled["number"]}-{rolled["opened"]}"]')
+        item.locator("summary").click()
+        item.get_by_role("button", name="Show these steps in the charts").click()
+        first, last = rolled["opened"] - 20, min(rolled["last"] + 20, 259)
+        zoomed(seen, first, last)
+        loss = page.get_by_role("slider", name="Loss")
+        assert loss.evaluate("e => e === document.activeElement")
+        assert f"step {rolled['opened']}: " in loss.get_attribute("aria-valuetext")
+        assert loss.locator("rect.band").count() == 1
+        assert f"from={first}&to={last}" in [u for u in seen.requests if "/series?" in u][-2]
+        page.locator(".range", has_text=f"Steps {first} to {last}, of 259").wait_for()
+
+        # And back, by the mark: the pointer, then the keyboard.
+        item.locator("summary").click()
+        assert item.locator(".body").count() == 0
+        box = loss.locator("text.k-rollback").bounding_box()
+        page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        item.locator(".body").wait_for()
+        summary = item.locator("summary")
+        assert summary.evaluate("e => e === document.activeElement")
+        assert "chosen" in item.get_attribute("class").split()
+        summary.click()
+        loss.focus()
+        page.keyboard.press("Home")
+        for _ in range(rolled["opened"] - first):
+            page.keyboard.press("ArrowRight")
+        page.keyboard.press("Enter")
+        item.locator(".body").wait_for()
+        page.get_by_role("button", name="Reset zoom").click()
+        zoomed(seen, 0, 259)
+        assert loss.locator("rect.band").count() == 0
+        assert seen.problems() == []
+
+
+@pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
+def test_a_layer_of_an_incident_leads_to_its_row_among_two_hundred(
+    finished: ServeProcess, browser: Any, width: int
+) -> None:
+    listed = [incident(7, "layer_band", layers=[150, 3], opened=90, last=90)]
+    with (
+        opened(browser, finished.url, width=width, height=844) as seen,
+        having(seen, "wide", listed),
+    ):
+        page = seen.page
+        enter(seen, finished.url)
+        go(seen, "wide")
+        page.get_by_role("button", name="△ 1 piece of advice").click()
+        page.get_by_role("button", name="transformer.h.150.attn", exact=True).click()
+        zoomed(seen, 70, 110)
+        box = page.get_by_role("region", name="Gradient norm by layer", exact=True)
+        outlined = box.get_by_text(re.compile(r"outlined: transformer\.h\.150\.attn, 0\.\d+ to"))
+        outlined.wait_for()
+        assert box.evaluate("e => e === document.activeElement")
+        row = box.locator("canvas").evaluate(
+            "e => { const b = e.getBoundingClientRect(); return b.top + b.height * 150 / 204; }"
+        )
+        assert 0 < row < 844
+        page.get_by_role("button", name="transformer.h.3.attn", exact=True).click()
+        box.get_by_text("outlined: transformer.h.3.attn").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        assert seen.problems() == []
+
+
+# ---- zoom ---------------------------------------------------------------------------------------
+
+
+def test_a_drag_asks_for_its_steps_finer_and_keeps_the_spikes(browser: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "long", steps=100_000)
+    with (
+        serving("--watch", str(tmp_path / "runs")) as process,
+        opened(browser, process.url) as seen,
+    ):
+        page = seen.page
+        page.goto(f"{process.url}/#/runs/long")
+        page.get_by_role("button", name="all", exact=True).click()
+        loss = page.get_by_role("slider", name="Loss")
+        zoomed(seen, 0, 99_999)
+        box = loss.bounding_box()
+        left, wide = box["x"] + 56, box["width"] - 68
+        y = box["y"] + box["height"] / 2
+
+        def drag(a: float, b: float) -> None:
+            page.mouse.move(left + a * wide, y)
+            page.mouse.down()
+            page.mouse.move(left + (a + b) / 2 * wide, y)
+            page.mouse.move(left + b * wide, y, steps=3)
+
+        drag(0.6, 0.2)
+        page.keyboard.press("Escape")
+        page.mouse.up()
+        assert loss.locator("rect.chosen").get_attribute("width") == "0"  # left
+        assert page.get_by_text("not following the run").count() == 0
+        drag(0.6, 0.2)
+        page.mouse.up()
+        page.wait_for_function(
+            "() => +document.querySelector('.chart').getAttribute('aria-valuemax') < 61000"
+        )
+        first, last = bounds(loss)
+        assert (first, last) == (pytest.approx(20_000, abs=300), pytest.approx(60_000, abs=300))
+        drag(0.1, 0.12)
+        with page.expect_response(lambda r: "/series?" in r.url and "loss" in r.url) as caught:
+            page.mouse.up()
+        answer = caught.value.json()
+        low, high = answer["from"], answer["to"]
+        assert high - low == pytest.approx(0.02 * (last - first), abs=100)
+        zoomed(seen, low, high)
+        assert answer["rows"] == high - low + 1
+        assert not answer["downsampled"]  # each step, where there was one in dozens before
+        bad = [s for s in range(low, high + 1) if s % 9973 == 5]
+        for step in bad:
+            at = answer["series"]["loss"]["step"].index(step)
+            assert answer["series"]["loss"]["value"][at] == "nan"
+        assert loss.locator("text.k-nonfinite").count() == len(bad)
+        assert seen.problems() == []
+
+
+def test_zoom_needs_no_mouse_and_is_said(finished: ServeProcess, browser: Any) -> None:
+    with opened(browser, finished.url, width=390, height=844) as seen:
+        page = seen.page
+        enter(seen, finished.url)
+        go(seen, "faults")
+        said = page.locator("#said")
+
+        def press(name: str, first: int, last: int) -> None:
+            page.get_by_role("button", name=name).press("Enter")
+            zoomed(seen, first, last)
+            page.wait_for_function(
+                "t => document.getElementById('said').textContent.includes(t)",
+                arg=f"Steps {first} to {last}, of 259",
+            )
+
+        page.get_by_role("button", name="Zoom in").wait_for()
+        press("Zoom in", 65, 194)
+        press("Earlier steps", 0, 129)
+        earlier = page.get_by_role("button", name="Earlier steps")
+        assert earlier.get_attribute("aria-disabled") == "true"
+        assert earlier.evaluate("e => e === document.activeElement")  # not lost
+        earlier.press("Enter")
+        press("Later steps", 65, 194)
+        press("Zoom out", 0, 259)
+        page.get_by_role("button", name="Reset zoom").press("Enter")
+        zoomed(seen, 0, 259)
+        assert page.get_by_text("not following the run").count() == 0
+
+        chart = page.get_by_role("slider", name="Gradient norm before clipping")
+        described = chart.get_attribute("aria-describedby")
+        assert "Plus and minus zoom" in page.locator(f"#{described}").inner_text()
+        chart.focus()
+        page.keyboard.press("Home")
+        for _ in range(90):
+            page.keyboard.press("ArrowRight")
+        page.keyboard.press("+")
+        zoomed(seen, 45, 174)
+        assert chart.get_attribute("aria-valuenow") == "90"  # the cursor stays at its step
+        page.keyboard.press("+")
+        page.keyboard.press("+")
+        page.keyboard.press("-")
+        page.wait_for_function(
+            "() => +document.querySelector('.chart').getAttribute('aria-valuemax') < 174"
+        )
+        page.keyboard.press("0")
+        zoomed(seen, 0, 259)
+        assert "The newest 1,000 steps" in said.inner_text()
+        assert seen.problems() == []
+
+
+# ---- what a tired person stumbles over ----------------------------------------------------------
+
+
+def test_what_was_not_recorded_is_said_and_not_a_bare_dash(
+    finished: ServeProcess, browser: Any
+) -> None:
+    nothing = {
+        "ledger": None,
+        "decision": None,
+        "loss": None,
+        "grad_norm": None,
+        "step": None,
+        "gauges": {},
+    }
+    with opened(browser, finished.url) as seen:
+        page = seen.page
+
+        def about(route: Any) -> None:
+            answer = route.fetch()
+            route.fulfill(response=answer, json=answer.json() | nothing)
+
+        def listed(route: Any) -> None:
+            answer = route.fetch()
+            runs = [r | nothing | {"open_incidents": None} for r in answer.json()["runs"]]
+            route.fulfill(response=answer, json={"runs": runs, "trouble": ""})
+
+        page.route("**/v1/runs/one-step", about)
+        page.route("**/v1/runs", listed)
+        enter(seen, finished.url)
+        row = page.get_by_role("row", name=re.compile("one-step"))
+        row.wait_for()
+        assert row.get_by_text("not recorded").count() == 4  # incidents, step, loss, norm
+        go(seen, "one-step")
+        facts = page.locator("dl.facts")
+        dashes = facts.locator("dd").filter(has_text="\N{EN DASH}")
+        assert dashes.count() >= 6
+        for dash in dashes.all():
+            assert dash.locator("small").inner_text() == "not recorded"
+        main = page.locator("main").inner_text()
+        assert "Nothing was recorded." not in main or "No incident so far." not in main
+        assert "Not recorded." in page.locator("section", has_text="Snapshots").last.inner_text()
+        assert seen.problems() == []
+
+
+@pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
+def test_a_hundred_runs_with_long_names_are_found_by_what_they_need(
+    finished: ServeProcess, browser: Any, width: int
+) -> None:
+    with opened(browser, finished.url, width=width, height=844) as seen:
+        page = seen.page
+
+        def listed(route: Any) -> None:
+            answer = route.fetch()
+            base = next(r for r in answer.json()["runs"] if r["run"] == "faults")
+            long = "pretrain-7b-2026-11-29-seed-17-lr-3e-4-warmup-2000-attempt-3-and-on-and-on"
+            quiet = {"open_incidents": 2, "open_advice": 2}
+            runs = [base | {"run": f"over-{n}", "ended_at": n} | quiet for n in range(60)]
+            runs += [base | {"run": f"live-{n}", "state": "running"} | quiet for n in range(40)]
+            runs += [base | {"run": long, "state": "lost"}]
+            told = {"state": "running", "open_incidents": 3, "open_advice": 2}
+            runs += [base | {"run": "zz-troubled"} | told]
+            runs += [base | {"run": "zz-bare", "state": "running", "protection": "off"} | quiet]
+            route.fulfill(response=answer, json={"runs": runs, "trouble": ""})
+
+        page.route("**/v1/runs", listed)
+        enter(seen, finished.url)
+        page.get_by_text("3 need a look · 42 running · 60 finished").wait_for()
+        names = page.locator("tbody th").all_inner_texts()
+        assert names[0].startswith("pretrain-7b")
+        assert names[1:4] == ["zz-bare", "zz-troubled", "live-0"]
+        assert len(names) == 43 + 20
+        assert names[-20] == "over-59"  # the newest of those that are over
+        # Advice alone is no open incident.
+        assert page.get_by_role("row", name=re.compile("live-0")).locator(".bad").count() == 0
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        page.get_by_role("button", name="Show all 60 finished runs").click()
+        assert page.locator("tbody th").count() == 103
+        page.get_by_label("Find").fill("TROUB")
+        assert page.locator("tbody th").all_inner_texts() == ["zz-troubled"]
+        page.get_by_label("Find").fill("nowhere")
+        page.get_by_text("No run is named like “nowhere”.").wait_for()
+        assert seen.problems() == []
+
+
+def test_a_page_that_could_never_read_says_so_and_that_training_goes_on(
+    finished: ServeProcess, browser: Any
+) -> None:
+    with opened(browser, finished.url) as seen:
+        page = seen.page
+        page.route("**/v1/runs/faults", lambda route: route.abort())
+        enter(seen, finished.url)
+        page.evaluate("location.hash = '#/runs/faults'")
+        page.locator("#stale").wait_for(state="visible")
+        said = page.locator("#stale").inner_text()
+        assert "Nothing could be read yet" in said
+        assert "Training goes on without it" in said
+        page.unroute("**/v1/runs/faults")
+        page.locator("#stale").wait_for(state="hidden")
+
+
+def test_many_changes_at_once_are_few_words_to_a_listener(
+    finished: ServeProcess, browser: Any
+) -> None:
+    with opened(browser, finished.url) as seen:
+        page = seen.page
+        enter(seen, finished.url)
+        with having(seen, "faults", []):
+            go(seen, "faults")
+        page.evaluate(
+            """() => {
+                window.heard = [];
+                new MutationObserver(() => {
+                    const text = document.getElementById('said').textContent;
+                    if (text) window.heard.push(text);
+                }).observe(document.getElementById('said'), {childList: true});
+            }"""
+        )
+        many = [incident(n, "instability", actions=[SKIP]) for n in range(1, 30)]
+        with having(seen, "faults", many):
+            page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+            page.get_by_role("button", name="! 29 open incidents").wait_for()
+            page.wait_for_function("() => window.heard.length > 0")
+        heard = page.evaluate("window.heard")
+        assert len(heard) == 1, heard
+        assert heard[0].endswith("and 26 more changes")
+        assert seen.problems() == []
+
+
+def test_nothing_moves_for_those_who_asked_for_no_motion(
+    finished: ServeProcess, browser: Any
+) -> None:
+    with opened(browser, finished.url) as seen:
+        page = seen.page
+        page.add_init_script(
+            "window.scrolls = []; const old = Element.prototype.scrollIntoView;"
+            "Element.prototype.scrollIntoView = function (o) {"
+            " window.scrolls.push(o.behavior); old.call(this, o); };"
+        )
+        enter(seen, finished.url)
+        go(seen, "faults")
+        page.get_by_role("button", name=re.compile("pieces? of advice")).click()
+        page.emulate_media(reduced_motion="no-preference")
+        page.get_by_role("button", name=re.compile("pieces? of advice")).click()
+        assert page.evaluate("window.scrolls") == ["auto", "smooth"]
+        moving = page.evaluate(
+            "[...document.querySelectorAll('*')].filter(e =>"
+            " getComputedStyle(e).animationName !== 'none').length"
+        )
+        assert moving == 0
+
+
+def test_the_focus_goes_through_the_page_in_its_order_and_is_seen(
+    finished: ServeProcess, browser: Any
+) -> None:
+    with opened(browser, finished.url) as seen:
+        page = seen.page
+        enter(seen, finished.url)
+        go(seen, "faults")
+        page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+        places: list[int] = []
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            found = page.evaluate(
+                """() => {
+                    const e = document.activeElement, b = e.getBoundingClientRect();
+                    const all = [...document.querySelectorAll('*')];
+                    const seen = getComputedStyle(e).outlineStyle !== 'none';
+                    return [all.indexOf(e), e.tagName, e.textContent.trim().slice(0, 30), seen,
+                            b.width * b.height];
+                }"""
+            )
+            place, tag, text, outlined, area = found
+            if tag == "BODY":
+                break
+            assert outlined, (tag, text)
+            assert area > 0, (tag, text)
+            places.append(place)
+        assert len(places) > 20
+        assert places == sorted(places)

@@ -155,7 +155,7 @@ export class Incidents {
       h("div", { class: `note todo${which === "acted" && !over(i) ? " warn" : ""}` },
         h("p", {}, help.means),
         help.steps.length ? [h("h4", {}, "What to do"), h(help.steps.length > 1 ? "ol" : "ul", {}, help.steps.map((text) => h("li", {}, link(text))))] : null,
-        help.runbook ? h("p", { class: "mute" }, "More: docs/operating.md, “", help.runbook, "”.") : null),
+        h("p", { class: "mute" }, `More: ${help.more[0]}, “${help.more[1]}”.`)),
       !over(i) && access.orders && !this.about.watched ? h("div", { class: "row" },
         h("button", { type: "button", class: "small", "data-key": `ack-${name}`, onclick: () => this.#ack(name, this.#current(id) ?? i) }, "Acknowledge…"),
         h("button", { type: "button", class: "small", "data-key": `silence-${name}`, onclick: () => this.#silence(name, this.#current(id) ?? i) }, "Silence…")) : null);

@@ -40,9 +40,12 @@ export class Range {
     return { from: Math.max(0, this.newest + 1 - this.newestOnes), to: null };
   }
 
-  // What came: the newest step of the run, and the steps that are shown.
-  came(newest, from, to) {
-    this.newest = newest ?? (this.stretch ? this.newest : to);
+  // Steps only go up; the record may be ahead of what is said of the run, or behind.
+  heard(step) { if (step !== null && step > (this.newest ?? -1)) this.newest = step; }
+
+  // What came: the steps that are shown.
+  came(from, to) {
+    this.heard(to);
     this.ends = this.stretch ?? [from ?? 0, to ?? 0];
     this.#paint();
   }

@@ -92,7 +92,7 @@ export class RunView {
     this.#head();
     this.#snapshots();
     this.#memory();
-    this.range.newest = about.step ?? this.range.newest;
+    this.range.heard(about.step);
     if (this.loaded - this.seriesAt >= SERIES_EVERY_MS) await this.#curves();
     if (this.loaded - this.mapsAt >= MAPS_EVERY_MS) await this.#layers();
   }
@@ -370,14 +370,14 @@ export class RunView {
     const series = await loadSeries(this.name, this.range.asked, this.incidents ?? [], this.#points());
     if (turn !== this.turn || this.left) return;
     this.series = series;
-    this.range.came(this.about?.step ?? null, series.from, series.to);
+    this.range.came(series.from, series.to);
     this.#charts();
   }
 
   async #layers() {
     const { turn } = this;
     this.mapsAt = Date.now();
-    const { from, to } = this.range.asked, asked = { from: from ?? 0, to: to ?? this.about?.step ?? null };
+    const { from, to } = this.range.asked, asked = { from: from ?? 0, to: to ?? this.range.newest };
     const none = [];
     for (const { signal, map, box, title } of this.maps) {
       const data = await loadMap(this.name, signal, asked, MAP_COLUMNS);

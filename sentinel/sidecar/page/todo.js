@@ -1,9 +1,9 @@
 // What to do about an incident: plain words, the first steps of its runbook, and where that stands.
 //
-//   guide(incident) -> {name, advice, means, steps: [text], runbook, map}
+//   guide(incident) -> {name, advice, means, steps: [text], more: [file, heading], map}
 //
-// advice: it changes nothing by itself, and stands apart from what sentinel acted on. runbook: a
-// heading of docs/operating.md. map: the layer map to look at first.
+// advice: it changes nothing by itself, and stands apart from what sentinel acted on. more: where
+// the runbook is. map: the layer map to look at first.
 
 // One entry for each flag (sentinel/core/policy.py, Rules).
 const FLAGS = {
@@ -93,12 +93,13 @@ const FLAGS = {
   },
 };
 
+const OPERATING = "docs/operating.md", SETTLED = ["docs/policy.md", "How a troubled step is settled"];
 const LOOK = "Look at what they have in common: the batches, the learning rate, the layer that was first out of its band.";
 
 // An Instability incident by the gravest thing about it, the gravest first.
 const KINDS = [
-  [(i) => /^rollback failed/.test(i.summary), {
-    name: "a rollback failed", runbook: "SentinelRollbackFailed",
+  [(i) => /^rollback failed|no usable snapshot/.test(i.summary), {
+    name: "a rollback failed", more: [OPERATING, "SentinelRollbackFailed"],
     means: "A rollback was needed and not done. The step was skipped and the learning rate cut; the damage is in the weights.",
     steps: [
       "Does the loss come back by itself within some 30 steps? Then repair what kept the snapshot from being restored, and go on.",
@@ -107,22 +108,22 @@ const KINDS = [
     ],
   }],
   [(i, did) => did("halt"), {
-    name: "halted", runbook: "Stopped, halted, paused",
+    name: "halted", more: [OPERATING, "Stopped, halted, paused"],
     means: "The run was ended on purpose: exit code 86, which is no crash.",
     steps: ["Read HALTED in the run's directory: at which step, why, and the last 64 steps.", "Find the cause before you start it again; `sentinel resume RUN` clears the marker."],
   }],
   [(i) => /are spent: acting stopped|acting is stopped/.test(i.summary), {
-    name: "the rollback budget is spent", runbook: "Stopped, halted, paused",
+    name: "the rollback budget is spent", more: [OPERATING, "Stopped, halted, paused"],
     means: "Training goes on without protection against damage: only non-finite steps and extreme norms are still skipped.",
     steps: ["Look at the rollbacks before this one. " + LOOK, "With the cause gone: resume automation, which refills the budget.", "Without: halt it, and start it from a checkpoint from before the first of them."],
   }],
   [(i, did) => did("rollback") && !i.actions.some(([, , rule]) => rule !== "command"), {
-    name: "rolled back by order", runbook: "",
+    name: "rolled back by order", more: [OPERATING, "Orders and who may give them"],
     means: "A person ordered it.",
     steps: ["Nothing, if it was meant: `sentinel audit RUN` says who gave the order."],
   }],
   [(i, did) => did("rollback"), {
-    name: "rolled back", runbook: "SentinelRollback",
+    name: "rolled back", more: [OPERATING, "SentinelRollback"],
     means: "The weights themselves were damaged, not only a batch bad. They are those of the snapshot again, and the learning rate is cut for a while.",
     steps: [
       "The first one, and the loss is back on its curve within a few hundred steps: nothing.",
@@ -132,12 +133,12 @@ const KINDS = [
     ],
   }],
   [(i) => (i.actions ?? []).some(([, action]) => action.startsWith("would_")), {
-    name: "only observed", runbook: "",
+    name: "only observed", more: SETTLED,
     means: "The policy only observes: nothing was done, and whatever happened is in the weights.",
     steps: ["Is the loss back on its curve? If not, go back to a checkpoint from before it.", "A policy that acts would have done what stands above; choose it with attach(policy=...)."],
   }],
   [(i) => (i.actions ?? []).some(([, , rule]) => /^nonfinite/.test(rule)) || /\b(nan|inf)\b/i.test(i.summary), {
-    name: "NaN or inf", runbook: "SentinelNonFinite",
+    name: "NaN or inf", more: [OPERATING, "SentinelNonFinite"],
     means: "A loss or a gradient was not a number. No parameter and no optimizer state moved in the skipped steps.",
     steps: [
       "A single step in many thousands: nothing.",
@@ -147,32 +148,32 @@ const KINDS = [
     map: "layer_grad_norm",
   }],
   [(i, did) => did("skip_step"), {
-    name: "steps skipped", runbook: "SentinelRollback",
+    name: "steps skipped", more: SETTLED,
     means: "The loss or the gradient was far above what was expected. The skipped batches did not reach the weights.",
     steps: ["The loss is back on its curve: nothing.", "Again and again: look at those batches first (odd data), then at the learning rate."],
   }],
   [() => true, {
-    name: "a spike, let through", runbook: "SentinelRollback",
+    name: "a spike, let through", more: SETTLED,
     means: "The loss was far above what was expected, for too short a time to act on.",
     steps: ["Nothing, if it stays alone.", "Again and again: " + LOOK.replace("Look", "look")],
   }],
 ];
 
 const LEVEL = {
-  runbook: "", name: "",
+  name: "", more: SETTLED,
   means: "The loss settled on another level, and stayed there for so long that it is the new baseline. It is not undone: this incident stays open until somebody takes it.",
   steps: ["Look at what changed at that step: the data, their mixture, the learning rate, the code.", "Explained and meant: acknowledge it, which ends it.", "Not explained: go back to a checkpoint from before, and leave that stretch of data out."],
 };
 
-// Headings of docs/operating.md for flags that have one.
-const RUNBOOKS = { attention_logit: "SentinelQkNorm" };
+const FLAG_DOC = ["docs/signals.md", "Flags with advice"];
+const RUNBOOKS = { attention_logit: [OPERATING, "SentinelQkNorm"] };
 
-const UNKNOWN = { name: "", runbook: "", means: "This page does not know that kind: the sidecar's is newer, or the trainer's.", steps: [] };
+const UNKNOWN = { means: "This page does not know that kind: the sidecar's is newer, or the trainer's.", steps: [] };
 
 export function guide(incident) {
   const { key } = incident;
   if (key === "level_shift") return { ...LEVEL, advice: false };
-  if (key !== "instability") return { name: "", runbook: RUNBOOKS[key] ?? "", ...(FLAGS[key] ?? UNKNOWN), advice: true };
+  if (key !== "instability") return { name: "", more: RUNBOOKS[key] ?? FLAG_DOC, ...(FLAGS[key] ?? UNKNOWN), advice: true };
   const did = (what) => (incident.actions ?? []).some(([, action]) => action === what);
   return { ...KINDS.find(([is]) => is(incident, did))[1], advice: false };
 }
