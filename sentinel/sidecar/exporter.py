@@ -7,7 +7,8 @@ not measured has no sample; a NaN is written as NaN, since it is what was measur
 many layers the TOP largest of each signal have series of their own, and quantiles speak for the
 rest; a layer keeps its place until another is a quarter larger, so that series do not flicker.
 With `layers=all` there are up to Settings.max_layers of them, and `layers_left_out` says how many
-are not. Runs that are over are exported for ENDED_S, lost ones for LOST_S.
+are not. Runs that are over are exported for ENDED_S, lost ones for LOST_S. In OpenMetrics, counters
+of what was done carry an exemplar.
 
 Cost:    lines are laid out once: what a scrape formats are numbers. It gives way to the event loop
          every TURN_S, so that no decision waits for a scrape.
@@ -29,6 +30,7 @@ from sentinel.core import exposition
 from sentinel.core.catalog import CATALOG, RUN_STATES, Kind, MetricSpec
 from sentinel.core.exposition import SIGNALS, Sample, labels, number, one, table
 from sentinel.core.types import NOT_MEASURED, Column, IncidentState
+from sentinel.sidecar.exemplars import FIELDS
 from sentinel.sidecar.marks import Keeper, Writer
 from sentinel.sidecar.runs import Histogram, Run
 from sentinel.sidecar.service import Service
@@ -84,7 +86,7 @@ def families(service: Service, version: str, *, openmetrics: bool, layers: Layer
             if lines:
                 yield head + "\n".join(lines) + "\n"
             continue
-        of_run = _renderer(spec, layers)
+        of_run = _renderer(spec, layers, exemplars=openmetrics)
         begun = False
         for at in range(0, len(runs), 32):
             body = "".join([of_run(run, now) for run in runs[at : at + 32]])
@@ -122,7 +124,7 @@ def _of_sidecar(spec: MetricSpec, service: Service, now: float, version: str) ->
                 yield f"{spec.full_name}{labels(spec.labels, values)} {number(value)}"
 
 
-def _renderer(spec: MetricSpec, layers: Layers) -> Callable[[Run, float], str]:
+def _renderer(spec: MetricSpec, layers: Layers, *, exemplars: bool) -> Callable[[Run, float], str]:
     """How the lines of one run are made."""
     name, label_names = spec.full_name, ("run", *spec.labels)
     if spec.name in SIGNALS:
@@ -135,6 +137,17 @@ def _renderer(spec: MetricSpec, layers: Layers) -> Callable[[Run, float], str]:
         durations = HISTOGRAMS[spec.name]
         return lambda run, now: _histogram_lines(spec, run, durations(run))
     source = SOURCES[spec.name]
+    if exemplars and spec.name in FIELDS:
+
+        def pointing(run: Run, now: float) -> str:
+            return "".join(
+                f"{_prefix(run, name, label_names, values)}{number(value)}"
+                f"{run.exemplars.of(spec.name, values)}\n"
+                for values, value in source(run, now)
+                if value is not None
+            )
+
+        return pointing
 
     def lines(run: Run, now: float) -> str:
         text, known = "", run.lines

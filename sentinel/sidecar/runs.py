@@ -51,6 +51,7 @@ from sentinel.core.types import (
     Outcome,
     Source,
 )
+from sentinel.sidecar.exemplars import Exemplars
 from sentinel.sidecar.hub import Hub
 from sentinel.sidecar.marks import Marks
 from sentinel.sidecar.settings import Settings
@@ -223,6 +224,7 @@ class Run:
     orders: dict[str, Order] = field(default_factory=dict)
     silenced: dict[tuple[int, int], float] = field(default_factory=dict)  # (number, opened): until
     duration: Histogram = field(default_factory=Histogram)
+    exemplars: Exemplars = field(default_factory=Exemplars)
     scalars: Mapping[str, float] = field(default_factory=dict)  # of the newest step with any
     norm_max: WindowMax = field(default_factory=WindowMax)
     score_max: WindowMax = field(default_factory=WindowMax)
@@ -643,6 +645,8 @@ class Runs:
         kept = self._write(run, frame, data, decision, now, attempt, before, flags, handed=handed)
         self._count(run, frame.moves)
         self._note_incidents(run, now)
+        if run.state is not None:
+            run.exemplars.note(run.name, run.state, now)
         self._note_step(run, frame.seq, observation, decision, now, attempt)
         run.observation = observation
         if decision is not None:
@@ -1215,7 +1219,7 @@ class Runs:
                 new.decided, new.late, new.handovers = old.decided, old.late, old.handovers
                 new.counts, new.errors, new.duration = old.counts, old.errors, old.duration
                 new.state, new.observation, new.decision = old.state, old.observation, old.decision
-                new.columns = old.columns
+                new.columns, new.exemplars = old.columns, old.exemplars
                 new.registered, new.interval_s = old.registered, old.interval_s
                 new.record, new.theirs = old.record, old.theirs
                 new.last_report, new.unwritten = old.last_report, old.unwritten
