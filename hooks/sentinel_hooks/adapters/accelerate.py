@@ -6,6 +6,9 @@ Objects exist after `prepare`. Attached before it, sentinel waits for the first
 `accelerator.backward(loss)`: then everything is prepared, in however many calls. Attached after it,
 it begins at once, with what is prepared so far.
 
+An Accelerator keeps the module that it was given (on CPUs) and hands out its DDP and torch.compile
+wrappers: what the loop calls is found among the live objects, by what is inside.
+
 Safe point: the start of the first training forward after the step, as in a plain loop; accelerate
 has no callbacks. `AcceleratedOptimizer.step` between two micro-batches does not reach the
 optimizer inside, and so is no step here either. `accelerator.backward` divides by the accumulation
@@ -18,9 +21,12 @@ Threads: all of it runs in the thread that trains.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch import nn
 
 from sentinel_hooks.status import BlindSpot
 from sentinel_hooks.waiting import TrainerSession, is_a
@@ -47,7 +53,7 @@ class AccelerateAdapter:
             if session.live or accelerator is None or not _prepared(accelerator):
                 return
             session.begin(
-                model=list(accelerator._models),
+                model=[_called(model) for model in accelerator._models],
                 optimizer=list(accelerator._optimizers),
                 lr_scheduler=list(accelerator._schedulers),
                 grad_scaler=accelerator.scaler,
@@ -107,6 +113,25 @@ def _blind_spots(accelerator: Any) -> Sequence[BlindSpot]:
             "train with DDP or FSDP2",
         ),
     )
+
+
+def _called(model: Any) -> Any:
+    """The outermost DDP or compiled wrapper of `model` that there is one of."""
+    ddp = nn.parallel.DistributedDataParallel
+    wrappers = [
+        thing
+        for thing in gc.get_objects()
+        if type(thing).__name__ == "OptimizedModule" or issubclass(type(thing), ddp)
+    ]
+    while True:
+        around = [
+            w
+            for w in wrappers
+            if any(vars(w).get("_modules", {}).get(n) is model for n in ("_orig_mod", "module"))
+        ]
+        if len(around) != 1:
+            return model
+        model = around[0]
 
 
 def _prepared(accelerator: Any) -> bool:

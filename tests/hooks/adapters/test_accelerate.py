@@ -206,3 +206,19 @@ def test_a_scaled_run_is_unharmed_and_its_overflows_are_the_scalers_business(
     assert [r.step for r in found if not r.outcome.applied] == [9]
     assert [r.observation.loss for r in found] == pytest.approx(world.losses, rel=1e-6)
     assert world.leftovers() == []
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before prepare", "after prepare"])
+def test_what_a_model_that_accelerate_has_compiled_does_inside_is_seen(
+    late: bool, tmp_path: Path
+) -> None:
+    """Seen red: the Accelerator keeps the model that it was given, and the loop calls another."""
+    world = (Accelerate if late else Early)(Cell(steps=8, compiled="aot_eager"), tmp_path)
+    session = attach(world, tmp_path / "runs")
+    world.train()
+    status = session.status()
+    session.detach()
+    assert "the forward is seen" in status.self_check
+    assert "layer_activation_rms is measured" in status.self_check
+    assert status.blind_spots == ()
+    assert world.leftovers() == []
