@@ -27,12 +27,14 @@ def reduces(me: Rank) -> int:
     import numpy as np
     import torch
 
-    from sentinel_hooks.ranks.agreement import Agreement, Kind, Says
+    from sentinel_hooks.probes.together import part_names
+    from sentinel_hooks.ranks.agreement import Agreement, Kind, Layout, Says
     from sentinel_hooks.ranks.group import Group
+    from sentinel_hooks.signals import Signals
 
     store = me.join(120.0)
     group = Group.make(torch.distributed.PrefixStore("bench", store), me.number, me.ranks, 120.0)
-    agreement = Agreement(group, LAYERS)
+    agreement = Agreement(group, Layout(LAYERS, *part_names(Signals())))
     layer_sq = np.ones(LAYERS)
     waits, cpu = [], 0
     for i in range(me.args["calls"] + 20):
@@ -122,10 +124,12 @@ def main() -> None:
     """Print both tables."""
     with Ranks() as ranks:
         head: tuple[str, ...] = ("packed reduce", "p50 us", "p99 us", "CPU us a rank", "calls")
-        title = f"One packed all-reduce of {LAYERS} layers ({machine()})"
-        print(table(title, _reduce_rows(ranks), head), flush=True)
+        rows = _reduce_rows(ranks)
+        title = f"One packed all-reduce of {LAYERS} layers, all calls of all ranks ({machine(1)})"
+        print(table(title, rows, head), flush=True)
         head = ("tiny MLP, DDP on 4 ranks", "CPU us a step", "on rank 0, which records")
-        print(table(f"A whole step ({machine()})", _step_rows(ranks), head))
+        rows = _step_rows(ranks)
+        print(table(f"A whole step ({machine(ROUNDS)})", rows, head))
 
 
 if __name__ == "__main__":

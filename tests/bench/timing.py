@@ -35,10 +35,10 @@ def per_item_us(
     return statistics.median(means)
 
 
-def machine() -> str:
+def machine(rounds: int = ROUNDS) -> str:
     """What the figures were taken on."""
     load = os.getloadavg()[0]
-    return f"{os.cpu_count()} cores, load {load:.1f}; CPU time, medians of {ROUNDS} rounds"
+    return f"{os.cpu_count()} cores, load {load:.1f}; CPU time, medians of {rounds} rounds"
 
 
 def table(title: str, rows: Sequence[tuple[str, ...]], head: tuple[str, ...]) -> str:
