@@ -47,7 +47,7 @@ def add_parsers(subparsers: Subparsers) -> None:
 
     parser = subparsers.add_parser("audit", help="who asked for what, and whether they got it")
     parser.add_argument("name", nargs="?", metavar="RUN", help="about one run only")
-    parser.add_argument("--limit", type=int, default=50, help="lines (%(default)s)")
+    parser.add_argument("--limit", type=_limit, default=50, help="lines, to 1000 (%(default)s)")
     add_options(parser)
     parser.set_defaults(run=audit)
 
@@ -96,7 +96,7 @@ def status(options: argparse.Namespace) -> int:
             return _print_json(run)
         run["incidents"] = _incidents(sidecar, run)
         run["targets"] = _targets(sidecar, run["run"], run["incidents"])
-    print("\n".join(_status(run)))
+    print("\n".join(words.wrapped(_status(run))))
     return 0
 
 
@@ -110,6 +110,7 @@ def list_incidents(options: argparse.Namespace) -> int:
         targets: dict[str, dict[int, int]] = {}
         for name in names:
             run = sidecar.run(name)
+            name = run["run"]  # the whole one, of one that began so
             incidents = _incidents(sidecar, run)
             targets[name] = _targets(sidecar, name, incidents)
             for incident in incidents:
@@ -125,15 +126,17 @@ def list_incidents(options: argparse.Namespace) -> int:
         )
         return 0
     for name, incident, layers in found:
-        print("\n".join(words.incident_lines(incident, layers, name, targets[name])))
+        told = words.incident_lines(incident, layers, name, targets[name])
+        print("\n".join(words.wrapped(told)))
     return 0
 
 
 def audit(options: argparse.Namespace) -> int:
     """Carry `sentinel audit` out."""
-    limit = min(max(options.limit, 1), 1000)
     with Remote(options) as sidecar:
-        data = sidecar.get(f"/v1/audit?run={quote(options.name or '', safe='')}&limit={limit}")
+        # Refusals about a run that is not known are in the log as well: its name is not looked up.
+        name = quote(options.name or "", safe="")
+        data = sidecar.get(f"/v1/audit?run={name}&limit={options.limit}")
     if options.json:
         return _print_json(data)
     if data["trouble"]:
@@ -155,6 +158,16 @@ def audit(options: argparse.Namespace) -> int:
     ]
     print(words.table(("at", "who", "from", "what", "run", "outcome", "detail"), rows))
     return 0
+
+
+def _limit(text: str) -> int:
+    try:
+        limit = int(text)
+    except ValueError:
+        limit = 0
+    if not 1 <= limit <= 1000:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 to 1000, got {text!r}")
+    return limit
 
 
 def _print_json(value: Any) -> int:
@@ -207,7 +220,13 @@ def _last_report(run: dict[str, Any]) -> str:
 def _remarks(run: dict[str, Any]) -> str:
     said = []
     if run.get("open_incidents"):
-        said.append(f"{run['open_incidents']} open incidents")
+        many = run["open_incidents"]
+        said.append(f"{many} open incident{'s' if many > 1 else ''}")
+    skipped, back = run.get("skipped"), run.get("rolled_back")
+    if back:
+        said.append(f"rolled back {number(back)}x")
+    if skipped:
+        said.append(f"{number(skipped)} skipped")
     if run["mode"] == "observe":
         said.append("observing only")
     if not run["decides"]:
@@ -225,6 +244,8 @@ def _status(run: dict[str, Any]) -> list[str]:
         head += f", protection {_protection(run)}"
     lines = [head]
     lines += [f"  ! {line}" for line in _alarms(run, ledger, live)]
+    if live:
+        lines += [f"  warming: {text(one['detail'])}" for one in run.get("waiting") or ()]
 
     def row(name: str, value: str, more: str = "") -> None:
         lines.append(f"  {name:<15} {value}{f'   ({more})' if more else ''}")
@@ -251,12 +272,17 @@ def _status(run: dict[str, Any]) -> list[str]:
             kept = [s["step"] for s in ledger["snapshots"] if s["healthy"] is healthy]
             if healthy or kept:
                 row(name, ", ".join(map(steps, kept)) or "none: nothing to roll back to")
+    elif run.get("skipped") is not None:  # the record does not say more
+        row("skipped", number(run["skipped"]) if run["skipped"] else "none")
+        row("rolled back", number(run["rolled_back"]) if run["rolled_back"] else "none")
     record = run.get("record") or {}
     if record.get("holes") or record.get("dropped"):
         row("missing", f"{record.get('holes', 0)} steps of the record")
     misses = sum((run.get("misses") or {}).values())
     if misses:
         row("misses", f"{number(misses)} steps went on without this sidecar")
+    if run.get("refused_reports"):
+        row("refused", f"{number(run['refused_reports'])} reports made no sense; its log has why")
 
     incidents = run["incidents"]
     open_ = [i for i in incidents if i["state"] != "resolved"]

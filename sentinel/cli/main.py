@@ -2,7 +2,7 @@
 
     sentinel run | serve | status | replay | snapshots | demo | policy | dashboards ...  (--help)
 
-Exit status: 0, or 1 when it was asked for something that it could not do, or 2 for bad usage.
+Exit status: see failing.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from sentinel import __version__
-from sentinel.cli import dashboards, keep, look, order, replay, resume, run, snapshots
+from sentinel.cli import dashboards, failing, keep, look, order, replay, resume, run, snapshots
+from sentinel.cli.failing import UsageError
 from sentinel.cli.remote import DEFAULT_PORT
 from sentinel.client import TOKEN_VARIABLE
 from sentinel.core.errors import SentinelError
@@ -38,12 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == ["demo"]:
         return demo(arguments[1:])  # its options are its own
-    options = build_parser().parse_args(arguments)
+    as_json = failing.wants_json(arguments)
+    try:
+        options = build_parser().parse_args(arguments)
+    except UsageError as error:
+        raise SystemExit(failing.failed(error, as_json=as_json)) from None
     try:
         status: int = options.run(options)
     except SentinelError as error:
-        print(f"sentinel: {error}", file=sys.stderr)
-        return 1
+        return failing.failed(error, as_json=as_json)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -55,14 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
-        prog="sentinel", description="Watch a PyTorch run, and undo the step that broke it."
+    parser: argparse.ArgumentParser = failing.Parser(
+        prog="sentinel",
+        description="Watch a PyTorch run, and undo the step that broke it.",
+        epilog=failing.EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"sentinel {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve_ = commands.add_parser("serve", help="run a sidecar")
-    serve_.add_argument("--port", type=_port, help="TCP port; 0 takes a free one")
+    serve_.add_argument("--port", type=failing.port, help="TCP port; 0 takes a free one")
     serve_.add_argument("--host", default="127.0.0.1", help="address of --port (%(default)s)")
     serve_.add_argument("--uds", metavar="PATH", help="Unix socket, made with mode 0660")
     serve_.add_argument(
@@ -169,16 +175,6 @@ def _gib(text: str) -> int:
     if not 0.0 < value < 2**20:
         raise argparse.ArgumentTypeError(f"must be a number of GiB above 0, got {text!r}")
     return int(value * GIB)
-
-
-def _port(text: str) -> int:
-    try:
-        port = int(text)
-    except ValueError:
-        port = -1
-    if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to 65535, got {text!r}")
-    return port
 
 
 def _token_file(text: str) -> tuple[str, Path]:

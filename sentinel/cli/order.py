@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from sentinel.cli import words
+from sentinel.cli.failing import UsageError
 from sentinel.cli.remote import Remote, RemoteError, add_options, me, run_path
-from sentinel.core.errors import ConfigError
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -117,9 +117,10 @@ def command(options: argparse.Namespace) -> int:
             order = sidecar.post(run_path(options.name, "/commands"), body)
         except RemoteError as error:
             if error.status == 404:
-                sidecar.run(options.name)  # says which runs there are
+                sidecar.run(options.name, whole=True)  # says which runs there are
             raise
-        _wait(sidecar, options, order)
+        if order.get("run_state", "running") == "running":  # nobody is there to obey it now
+            _wait(sidecar, options, order)
     if options.json:
         print(json.dumps(order, indent=2))
     else:
@@ -130,14 +131,14 @@ def command(options: argparse.Namespace) -> int:
 def _body(options: argparse.Namespace) -> dict[str, Any]:
     kind = KINDS[options.order]
     if (options.factor is not None) != (kind == "scale_lr"):
-        raise ConfigError(
+        raise UsageError(
             "scale-lr needs a factor above 0 and at most 10: sentinel command RUN scale-lr 0.5"
             if kind == "scale_lr"
             else f"{options.order} takes no number, got {options.factor:g}"
             + ("; a snapshot is named with --to STEP" if kind == "rollback" else "")
         )
     if options.to is not None and kind != "rollback":
-        raise ConfigError(f"--to belongs to rollback, not to {options.order}")
+        raise UsageError(f"--to belongs to rollback, not to {options.order}")
     body: dict[str, Any] = {
         "kind": kind,
         "id": options.id or uuid.uuid4().hex,
@@ -166,7 +167,9 @@ def _told(run: str, order: dict[str, Any]) -> str:
     said += words.ORDER_STATES.get(order["state"], order["state"])
     if order["taken_step"] is not None:
         said += f" at step {words.steps(order['taken_step'])}"
-    if order["state"] in ("pending", "delivered"):
+    if order["state"] in ("pending", "delivered") and order.get("run_state") == "lost":
+        said += f"; {words.text(order['detail'])}"
+    elif order["state"] in ("pending", "delivered"):
         said += f"; it is told with every step until it expires: sentinel status {words.text(run)}"
     if not order.get("recorded", True):
         said += " (the sidecar's database fails: this order is in its memory only)"
@@ -184,6 +187,12 @@ def silence(options: argparse.Namespace) -> int:
 
 
 def _post(options: argparse.Namespace, what: str, body: dict[str, Any]) -> int:
+    run, _, number = options.incident.rpartition(":")
+    if not run or not (number.isascii() and number.isdigit()):
+        raise UsageError(
+            f"an incident is named RUN:NUMBER, such as {words.text(options.incident)}:1, as "
+            f"`sentinel incidents` lists it, got {options.incident!r}"
+        )
     body["by"] = me() if options.by is None else options.by
     with Remote(options) as sidecar:
         done = sidecar.post(f"/v1/incidents/{quote(options.incident, safe='')}/{what}", body)

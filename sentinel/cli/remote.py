@@ -9,6 +9,7 @@ Errors:  RemoteError: one line that says what is wrong and what to do about it.
 from __future__ import annotations
 
 import argparse
+import difflib
 import getpass
 import json
 import os
@@ -30,9 +31,10 @@ DEADLINE_S = 5.0
 class RemoteError(SentinelError):
     """A sidecar does not do what it was asked; the message is for a person."""
 
-    def __init__(self, detail: str, status: int = 0) -> None:
+    def __init__(self, detail: str, status: int = 0, code: str = "failed") -> None:
         super().__init__(detail)
         self.status = status
+        self.code = code
 
 
 def default_sidecar() -> str:
@@ -98,37 +100,50 @@ class Remote:
         """The answer to a request with a body; raises RemoteError."""
         return self._ask("POST", path, json.dumps(value).encode())
 
-    def run(self, name: str) -> Any:
-        """All about one run; raises RemoteError, which names the runs there are."""
+    def run(self, name: str, *, whole: bool = False) -> Any:
+        """All about one run, which may be named by the first letters of its name.
+
+        Args:
+            whole: they are not enough: something is to be done to it.
+
+        Raises:
+            RemoteError: there is none, or several begin so; it names those there are.
+        """
         try:
             return self.get(run_path(name))
         except RemoteError as error:
-            if error.status == 404:
-                known = [text(r["run"]) for r in self.get("/v1/runs")["runs"]]
-                there = f"it knows {', '.join(known[:8])}" if known else "it knows no run yet"
-                raise RemoteError(f"no run {name!r} at {self.url}; {there}", 404) from None
-            raise
+            if error.status != 404:
+                raise
+        known = sorted(r["run"] for r in self.get("/v1/runs")["runs"])
+        begin = [one for one in known if one.startswith(name)] if name else []
+        if len(begin) == 1 and not whole:
+            return self.get(run_path(begin[0]))
+        raise RemoteError(_which(name, known, begin, self.url), 404, "unknown_run")
 
     def _ask(self, method: str, path: str, body: bytes) -> Any:
         try:
             status, answer = self._client.ask(method, path, body, deadline_s=DEADLINE_S)
         except MissError as error:
-            raise RemoteError(self._unheard(error)) from error
+            code = error.reason if error.reason in ("unreachable", "timeout") else "not_a_sidecar"
+            raise RemoteError(self._unheard(error), 0, code) from error
         try:
             found = json.loads(answer)
         except ValueError:
             raise RemoteError(
-                f"{self.url} answers {status} and no JSON: is that a sentinel sidecar?", status
+                f"{self.url} answers {status} and no JSON: is that a sentinel sidecar?",
+                status,
+                "not_a_sidecar",
             ) from None
         if 200 <= status < 300:
             return found
-        detail = text(found.get("detail", "")) if isinstance(found, dict) else ""
+        refusal = found if isinstance(found, dict) else {}
+        detail, code = text(refusal.get("detail", "")), text(refusal.get("code", "failed"))
         if status == 401:
             detail = (
                 f"the sidecar at {self.url} wants a token that it knows; set {TOKEN_VARIABLE} or "
                 "name a file with --token-file"
             )
-        raise RemoteError(detail or f"{self.url}{path} answered {status}", status)
+        raise RemoteError(detail or f"{self.url}{path} answered {status}", status, code)
 
     def _unheard(self, error: MissError) -> str:
         if error.reason == "unreachable":
@@ -142,6 +157,21 @@ class Remote:
                 "Training goes on without it"
             )
         return f"{error}; is that a sentinel sidecar?"
+
+
+def _which(name: str, known: list[str], begin: list[str], url: str) -> str:
+    """What to say of a name that is not that of one run."""
+    if not known:
+        return f"no run {name!r} at {url}; it knows no run yet"
+    near = begin or difflib.get_close_matches(name, known, 3, 0.6)
+    shown = ", ".join(map(text, (near or known)[:8]))
+    left = len(near or known) - 8
+    shown += f" and {left} more" if left > 0 else ""
+    if len(begin) > 1:
+        return f"several runs begin with {name!r}: {shown}"
+    if near:
+        return f"no run {name!r} at {url}; did you mean {shown}?"
+    return f"no run {name!r} at {url}; it knows {shown}"
 
 
 def run_path(run: str, what: str = "") -> str:

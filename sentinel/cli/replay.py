@@ -11,12 +11,11 @@ Exit:    0 the same, or another policy was asked about; 1 a decision or a state 
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sentinel.cli import words
-from sentinel.core.errors import SentinelError
+from sentinel.cli.failing import NothingError, UsageError, find_run
+from sentinel.core.errors import ConfigError, SentinelError
 from sentinel.core.policy import Policy
 from sentinel.core.types import Decision
 from sentinel.traces.replay import ReplayReport, replay
@@ -50,15 +49,15 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry the subcommand out; returns the exit status."""
-    directory = Path(args.directory)
-    if not directory.is_dir():
-        directory = Path(args.run_dir) / args.directory
     try:
         policy = None if args.policy is None else Policy.load(args.policy)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    directory = find_run(args.directory, args.run_dir)
+    try:
         report = replay(directory, policy, keep=max(args.limit, 0))
     except SentinelError as error:
-        print(f"sentinel replay: {error}", file=sys.stderr)
-        return 2
+        raise NothingError(str(error)) from error
     if args.json:
         print(codec.to_json(_as_dict(report), indent=2).decode())
     else:

@@ -11,10 +11,10 @@ Exit:    0; 2 when the run is not halted.
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
+import json
 from typing import TYPE_CHECKING
 
+from sentinel.cli.failing import NothingError, find_run
 from sentinel.core.errors import TraceError
 from sentinel.traces import ledger
 
@@ -34,21 +34,24 @@ def add_parser(subparsers: Subparsers) -> None:
         "directory", metavar="RUN", help="a run's directory, or its id under --run-dir"
     )
     parser.add_argument("--run-dir", default="sentinel-runs", help="where runs lie (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--show", action="store_true", help="say why, clear nothing")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry the subcommand out; returns the exit status."""
-    directory = Path(args.directory)
-    if not directory.is_dir():
-        directory = Path(args.run_dir) / args.directory
+    directory = find_run(args.directory, args.run_dir)
     marker = ledger.read_halted(directory)
     if marker is None:
-        print(f"sentinel resume: {directory / ledger.HALTED} is not there", file=sys.stderr)
-        return 2
-    print(f"halted at step {marker.get('step', '?')}: {marker.get('reason', 'no reason is given')}")
+        raise NothingError(f"run {directory.name} is not halted: it holds no {ledger.HALTED}")
+    step, reason = marker.get("step"), marker.get("reason", "no reason is given")
+    told = {"run": directory.name, "step": step, "reason": reason, "cleared": None}
+    if not args.json:
+        print(f"halted at step {'?' if step is None else step}: {reason}")
     if args.show:
+        if args.json:
+            print(json.dumps(told))
         return 0
     try:
         kept = ledger.clear_halted(directory)
@@ -56,5 +59,8 @@ def run(args: argparse.Namespace) -> int:
         raise TraceError(
             f"{directory / ledger.HALTED} cannot be cleared: {error.strerror}"
         ) from error
-    print(f"cleared (kept as {kept}); start the run again with the same run id")
+    if args.json:
+        print(json.dumps(told | {"cleared": str(kept)}))
+    else:
+        print(f"cleared (kept as {kept}); start the run again with the same run id")
     return 0

@@ -25,6 +25,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+from sentinel.cli.failing import UsageError, port
 from sentinel.core.errors import ConfigError
 from sentinel.core.policy import Policy
 
@@ -52,7 +53,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--run-dir", metavar="DIR", help="with --attach: where the trace goes")
     parser.add_argument("--run-id", metavar="ID", help="names the run; continues one that is there")
     parser.add_argument("--no-sidecar", action="store_true", help="start none")
-    parser.add_argument("--port", type=int, help="the sidecar's page on this TCP port as well")
+    parser.add_argument("--port", type=port, help="the sidecar's page on this TCP port as well")
     parser.add_argument(
         "--data", metavar="DIR", help="where the sidecar keeps its record (a temporary folder)"
     )
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     """
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
-        raise ConfigError("run needs a command, for example: sentinel run -- torchrun train.py")
+        raise UsageError("run needs a command, for example: sentinel run -- torchrun train.py")
     environment = dict(os.environ)
     if options.run_id:
         environment["SENTINEL_RUN_ID"] = options.run_id

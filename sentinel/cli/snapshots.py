@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sentinel.cli.failing import find_run
 from sentinel.traces.snapshots import DIRECTORY, DiskSnapshot, Health, list_snapshots
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry the subcommand out; returns the exit status."""
-    directory = Path(args.directory)
-    if not directory.is_dir():
-        directory = Path(args.run_dir) / args.directory
+    directory = find_run(args.directory, args.run_dir)
     found = list_snapshots(directory, verify=args.verify)
     if args.json:
         rows = [_as_dict(snapshot) for snapshot in found]

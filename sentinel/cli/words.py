@@ -2,11 +2,18 @@
 
 number(2.3456) "2.346"      steps(41210) "41,210"      ago(75) "75 s ago"
 incident_lines(incident, names)                one incident: what it is, what was done and why
+table(head, rows), wrapped(lines)              as wide as the terminal, no wider
+
+There is no colour anywhere: words carry the meaning, and NO_COLOR has nothing to switch off.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -151,10 +158,45 @@ def incident_lines(
     return lines + [f"    {line}" for line in done[-8:]]
 
 
+def width() -> int | None:
+    """Columns of the terminal; None where the output goes somewhere else, or nothing is known."""
+    given = os.environ.get("COLUMNS", "")
+    if given.isascii() and given.isdigit() and int(given) > 0:
+        return int(given)
+    if not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns
+
+
+def wrapped(lines: Sequence[str]) -> list[str]:
+    """Lines that fit the terminal: what does not goes on below, a little further in."""
+    most = width()
+    if most is None:
+        return list(lines)
+    found: list[str] = []
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()))
+        found += textwrap.wrap(
+            line,
+            max(most, len(indent) + 20),
+            subsequent_indent=indent + "    ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        ) or [""]
+    return found
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Columns as wide as they need to be; those in `right` are numbers."""
+    """Columns as wide as they need to be; those in `right` are numbers.
+
+    Where the terminal is too narrow for that, a few lines for each row instead.
+    """
     all_ = [head, *rows]
     widths = [max(len(row[i]) for row in all_) for i in range(len(head))]
+    most = width()
+    last = max(len(head[-1]), 12)  # the last column may go on below
+    if most is not None and sum(widths[:-1]) + 2 * (len(head) - 1) + last > most:
+        return "\n".join(wrapped([line for row in rows for line in _card(head, row)]))
     lines = []
     for row in all_:
         cells = [
@@ -163,3 +205,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[in
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _card(head: Sequence[str], row: Sequence[str]) -> list[str]:
+    """A row below each other: its first cell, then the others with their names."""
+    named = zip(head[1:], row[1:], strict=True)
+    said = [f"{name} {cell}".strip() for name, cell in named if cell not in ("", DASH)]
+    return [row[0], f"    {', '.join(said)}"]

@@ -71,8 +71,11 @@ def test_an_adopted_checkpoint_that_is_gone_is_damaged(tmp_path: Path) -> None:
 def test_a_run_without_snapshots_says_where_it_looked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "r9").mkdir()
     assert main(["snapshots", str(tmp_path / "r9")]) == 2
     assert "none in" in capsys.readouterr().err
+    assert main(["snapshots", "r8", "--run-dir", str(tmp_path)]) == 2
+    assert "there is no run 'r8'" in capsys.readouterr().err
 
 
 def test_a_snapshot_of_a_later_format_is_refused_with_both_versions(

@@ -9,8 +9,8 @@
 A command is idempotent by its id (or Idempotency-Key), is told the trainer with every reply until a
 frame of the trainer acknowledges it, and expires by this clock. For a run that has ended it is
 refused; for one that is lost it is taken, since a trainer behind a broken network goes on and may
-come back at any time, and the answer says until when it would still act. Refusals are audited too, up to a
-limit for each token and for strangers, so that nobody can fill the disk.
+come back at any time, and the answer says until when it would still act. Refusals are audited too,
+up to a limit for each token and for strangers, so that nobody can fill the disk.
 
 Errors:  {"code", "detail"}, with the way out in the detail; 429 with Retry-After.
 """

@@ -24,6 +24,7 @@ from sentinel.sidecar.service import Service
 from sentinel.sidecar.store.database import StoreError
 from sentinel.sidecar.store.models import DecisionRow, IncidentRow
 from sentinel.sidecar.store.series import QueryError, encode
+from sentinel.sidecar.waiting import waiting
 from sentinel.wire import codec
 
 POINTS, COLUMNS = 1500, 300
@@ -63,7 +64,8 @@ def router(service: Service) -> APIRouter:
         async def work() -> Response:
             found = service.run(run)
             await service.past.recall(found)
-            return answer(details(found, service.now()) | service.past.tally(found))
+            about = details(found, service.now()) | service.past.tally(found)
+            return answer(about | {"waiting": waiting(found)})
 
         return await reading(request, work)
 
