@@ -1,195 +1,239 @@
-"""What each signal costs a training step, measured where it happens.
+"""What the signals cost a training step, measured where they are taken, and beside other tools.
 
     python -m tests.bench signals
 
-Two models: 10 M parameters, 8 blocks, 256 tokens a step; and 96 blocks of 1,059 small tensors, 64
-tokens. Each probe's hooks, gate and read are timed in place, as CPU time, in a step that really
-trains, against the rest of the same step (the bare one): full steps cannot resolve 1 % on a shared
-machine. Medians of the ratios. Hooks are charged for the detour that torch takes through a module
-that has any, and what the clock itself costs is taken off. Sampled signals: the sampled step, and a
-tenth of it.
+For each model (loop.py), in one process:
+
+* Budgets: norms, activations and attention in every step; and everything, with the heavy signals
+  in every tenth step and the record written to disk. Timed in place; the bare step is the rest of
+  the same step. Heavy signals come every 4th step here, and the medians of the steps with them, of
+  those after them and of the others are weighed 1 : 1 : 8.
+* Reads of the device in a step, counted; bytes that the signals hold when they hold most.
+* One probe after the other.
+* Other tools (peers.py), as whole steps: they cannot be timed in place.
+
+Medians of ratios. Hooks are charged for the detour that torch takes through a module that has any,
+and what the clock itself costs is taken off.
 """
 
 from __future__ import annotations
 
-import contextlib
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from sentinel_hooks import observe
 from sentinel_hooks.layers import LayerTable
-from sentinel_hooks.probes import activations, capture, places
 from sentinel_hooks.probes.activations import ActivationProbe
 from sentinel_hooks.probes.attention import AttentionProbe
 from sentinel_hooks.probes.memory import MemoryProbe
 from sentinel_hooks.probes.probe import Probe, resolve
 from sentinel_hooks.probes.read import read
 from sentinel_hooks.probes.updates import UpdateProbe
+from tests.bench import peers
+from tests.bench.loop import ALL, EVERY, MODELS, TENTH, THREE, Gpt, Loop, Make, Parts
+from tests.bench.loop import Meter as Meter
+from tests.bench.loop import clock_ns as clock_ns
+from tests.bench.loop import dispatch_ns as dispatch_ns
+from tests.bench.loop import watched_hooks as watched_hooks
 from tests.bench.timing import machine, table
 
-ROUNDS = 20
 WARM = 6
 
-# ---------------------------------------------------------------- models
+# ---------------------------------------------------------------- budgets
 
 
-class Norm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, 1e-6)
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, qk_norm: bool) -> None:
-        super().__init__()
-        self.heads = heads
-        for name in ("q", "k", "v", "o"):
-            setattr(self, name, nn.Linear(width, width, bias=False))
-        self.q_norm = Norm(width // heads) if qk_norm else nn.Identity()
-        self.k_norm = Norm(width // heads) if qk_norm else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, D = x.shape
-        q, k, v = (f(x).view(B, T, self.heads, -1) for f in (self.q, self.k, self.v))
-        q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.o(y.transpose(1, 2).reshape(B, T, D))
-        return out
+def weighed(steps: list[tuple[int, float]]) -> float:
+    """The median step's figure, as if heavy signals came every tenth step."""
+    kinds: dict[int, list[float]] = {0: [], 1: [], 2: []}
+    for attempt, value in steps:
+        kinds[min(attempt % EVERY, 2)].append(value)
+    sampled, after, other = (statistics.median(kinds[k]) for k in (0, 1, 2))
+    return (sampled + after + (TENTH - 2) * other) / TENTH
 
 
-class Mlp(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.a = nn.Linear(width, hidden, bias=False)
-        self.b = nn.Linear(width, hidden, bias=False)
-        self.c = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.c(F.silu(self.a(x)) * self.b(x))
-        return out
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int, hidden: int, qk_norm: bool) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = Norm(width), Norm(width)
-        self.attn = Attention(width, heads, qk_norm)
-        self.mlp = Mlp(width, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm_1(x))
-        out: Tensor = x + self.mlp(self.norm_2(x))
-        return out
-
-
-class Gpt(nn.Module):
-    def __init__(
-        self, words: int, blocks: int, width: int, heads: int, hidden: int, qk_norm: bool
-    ) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(Block(width, heads, hidden, qk_norm) for _ in range(blocks))
-        self.norm = Norm(width)
-        self.head = nn.Linear(width, words, bias=False)
-        for p in self.parameters():
-            if p.dim() == 2:
-                nn.init.normal_(p, std=0.02)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.roll(-1, 1).flatten())
+def budgets(make: Make, rounds: int) -> list[tuple[str, ...]]:
+    """Rows: what, us, % of the bare step."""
+    loops = {"bare": Loop(make), "three": Loop(make, THREE), "all": Loop(make, ALL)}
+    found: dict[str, list[tuple[int, float]]] = {}
+    bare: list[float] = []
+    rounds = max(rounds, 3 * EVERY)
+    for round_ in range(WARM + rounds):
+        order = list(loops)
+        random.Random(round_).shuffle(order)
+        attempts = {name: loop.attempt for name, loop in loops.items()}
+        parts: dict[str, Parts] = {name: loops[name].step() for name in order}
+        if round_ < WARM:
+            continue
+        step = statistics.mean(p["bare"] for p in parts.values())
+        bare.append(step)
+        three, everything, free = parts["three"], parts["all"], parts["bare"]
+        for name, key, value in (
+            ("limit: one pass over as many bytes", "bare", free["flat"]),
+            ("norms + activations + attention", "three", three["gate"] + three["hooks"]),
+            ("... of which hooks in the forward", "three", three["hooks"]),
+            ("everything, to disk", "all", everything["ours"]),
+            ("... of which at the gate", "all", everything["gate"]),
+            ("... hooks in the forward", "all", everything["hooks"]),
+            ("... marks, safe point, record", "all", everything["around"]),
+        ):
+            found.setdefault(name, []).append((attempts[key], 100 * value / step))
+    middle = statistics.median(bare)
+    rows = [("bare step", f"{middle * 1000:.0f}", "100")]
+    for name, steps in found.items():
+        share = weighed(steps)
+        rows.append((name, f"{share * middle * 10:.0f}", f"{share:.2f}"))
+    rows += [(name, value, "") for name, value in _reads(loops["all"])]
+    rows += [(name, value, "") for name, value in _held(loops["all"])]
+    for loop in loops.values():
+        loop.close()
+    return rows
 
 
-def ten_million() -> tuple[Gpt, Tensor]:
-    return Gpt(512, 8, 320, 5, 864, False), torch.randint(0, 512, (2, 128))
+# ---------------------------------------------------------------- reads and bytes
+
+_READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.masked_select.default,
+}
 
 
-def many_tensors() -> tuple[Gpt, Tensor]:
-    return Gpt(64, 96, 32, 2, 64, True), torch.randint(0, 64, (2, 32))
-
-
-# ---------------------------------------------------------------- timing in place
-
-
-class Meter:
-    """CPU time of the calls that it wraps, less what they give back to torch."""
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations that make the host wait for the device; ours in one read() are one."""
 
     def __init__(self) -> None:
-        self.spent = 0
-        self.calls = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ours = 0
+        self.others: dict[str, int] = {}
+        self._inside = False
 
-    def timed(self, call: Callable[..., Any], sign: int = 1) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            start = time.thread_time_ns()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.spent += sign * (time.thread_time_ns() - start)
-                self.calls += 1
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and not self._inside:
+            self.note(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def note(self, name: str) -> None:
+        """One more, outside of read()."""
+        if not self._inside:
+            self.others[name] = self.others.get(name, 0) + 1
+
+    def counted(self, *args: Any) -> Any:
+        """In place of read()."""
+        self.ours += 1
+        self._inside = True
+        try:
+            return read(*args)
+        finally:
+            self._inside = False
+
+
+def _reads(loop: Loop) -> list[tuple[str, str]]:
+    """Over EVERY steps: the gate alone, less the optimizer's own step."""
+    reads = Reads()
+    stock = {name: getattr(Tensor, name) for name in ("numpy", "tolist")}
+
+    def spy(name: str) -> Callable[..., Any]:
+        def run(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            reads.note(name)
+            return stock[name](self, *args, **kwargs)
 
         return run
 
+    session = loop.session
+    before, forward = session.before_step, session.on_forward
 
-def clock_ns() -> float:
-    """What one timed call adds to the figure by being timed."""
-    meter = Meter()
-    empty = meter.timed(lambda: None)
-    for _ in range(20_000):
-        empty()
-    return meter.spent / meter.calls
+    def under(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with reads:
+                return call(*args, **kwargs)
 
+        return run
 
-def dispatch_ns() -> float:
-    """What a module's call costs more as soon as it has a hook, the hook left out."""
-    module, x = nn.Identity(), torch.zeros(1)
-
-    def calls() -> int:
-        start = time.thread_time_ns()
-        for _ in range(20_000):
-            module(x)
-        return time.thread_time_ns() - start
-
-    bare = min(calls() for _ in range(5))
-    module.register_forward_hook(lambda m, a, o: None)
-    return (min(calls() for _ in range(5)) - bare) / 20_000
-
-
-@contextlib.contextmanager
-def watched_hooks(meter: Meter) -> Iterator[None]:
-    """Hooks and replaced functions are timed, less the attention that they call for the user."""
-    hooks = (places.Enter, places.Leave, activations._Out)
-    stock = [h.__call__ for h in hooks]
-    attention, ours = capture._attention, F.scaled_dot_product_attention
-    for hook, call in zip(hooks, stock, strict=True):
-        hook.__call__ = meter.timed(call)  # type: ignore[method-assign]
-    if ours is not attention:
-        capture._attention = meter.timed(attention, -1)
-        F.scaled_dot_product_attention = meter.timed(ours)  # type: ignore[assignment]
+    session.before_step, session.on_forward = under(before), under(forward)
+    observe.read = reads.counted
+    for name in stock:
+        setattr(Tensor, name, spy(name))
     try:
-        yield
+        for _ in range(EVERY):
+            loop.step()
     finally:
-        for hook, call in zip(hooks, stock, strict=True):
-            hook.__call__ = call  # type: ignore[method-assign]
-        capture._attention = attention
-        F.scaled_dot_product_attention = ours
+        for name, original in stock.items():
+            setattr(Tensor, name, original)
+        observe.read = read
+        session.before_step, session.on_forward = before, forward
+    other = ", ".join(f"{n} {k}" for k, n in reads.others.items()) or "none"
+    return [(f"reads of the device in {EVERY} steps, and others", f"{reads.ours}, {other}")]
 
+
+def _held(loop: Loop) -> list[tuple[str, str]]:
+    """Bytes of tensors that the probes hold, beyond what the loop itself holds then."""
+    most = {False: 0, True: 0}
+    model, optimizer = loop.model, loop.optimizer
+    session = loop.session
+
+    def look(sampled: bool) -> None:
+        users = [*model.parameters(), *model.buffers()]
+        users += [p.grad for p in model.parameters() if p.grad is not None]
+        users += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+        known = {t.untyped_storage().data_ptr() for t in users}
+        roots = [*loop.probes.values(), session._observer.probe, session._running]
+        found = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in _tensors(roots, set())
+        }
+        size = sum(n for where, n in found.items() if where not in known)
+        most[sampled] = max(most[sampled], size)
+
+    after = session.after_step
+
+    def at_end(*args: Any) -> Any:
+        look((loop.attempt % EVERY) == 0)  # the copy of the weights is there
+        return after(*args)
+
+    session.after_step = at_end
+    try:
+        for _ in range(2 * EVERY):
+            loop.step(look=lambda: look(False))
+    finally:
+        session.after_step = after
+    return [
+        ("bytes held, most in a step without heavy signals", f"{most[False]:,}"),
+        ("... with them: the copy of the weights is there", f"{most[True]:,}"),
+    ]
+
+
+def _tensors(things: Iterable[Any], seen: set[int]) -> Iterator[Tensor]:
+    for thing in things:
+        if id(thing) in seen or isinstance(thing, nn.Module | torch.optim.Optimizer | type):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            yield thing
+        elif isinstance(thing, dict):
+            yield from _tensors(list(thing.values()), seen)
+        elif isinstance(thing, list | tuple | set):
+            yield from _tensors(list(thing), seen)
+        elif type(thing).__module__.startswith("sentinel"):
+            slots = [n for c in type(thing).__mro__ for n in getattr(c, "__slots__", ())]
+            inner = [getattr(thing, n, None) for n in slots]
+            yield from _tensors([*inner, *getattr(thing, "__dict__", {}).values()], seen)
+
+
+# ---------------------------------------------------------------- one probe after the other
 
 Made = Callable[[Gpt, LayerTable, torch.optim.Optimizer], Probe]
 
 
-def measure(
-    make: Callable[[], tuple[Gpt, Tensor]], made: Made, sampled: bool
-) -> tuple[float, float, float]:
+def measure(make: Make, made: Made, sampled: bool, rounds: int) -> tuple[float, float, float]:
     """(microseconds of the probe, % of the rest of the step, milliseconds of that)."""
     torch.manual_seed(0)
     model, ids = make()
@@ -198,26 +242,27 @@ def measure(
     per_call, per_module = clock_ns(), dispatch_ns()
     probe.attach()
     cost, share, bare = [], [], []
-    for t in range(WARM + ROUNDS):
+    for t in range(WARM + rounds):
         meter = Meter()
         step = 0 if sampled else 10 * t + 1
         optimizer.zero_grad()
         with watched_hooks(meter):
-            start = time.thread_time_ns()
+            start = time.process_time_ns()
             model(ids).backward()
-            rest = time.thread_time_ns() - start
+            rest = time.process_time_ns() - start
         hooked = sum(bool(m._forward_hooks) for m in model.modules())
-        own = meter.spent - meter.calls * per_call + hooked * per_module
-        start = time.thread_time_ns()
+        rest -= meter.spent
+        own = meter.take(per_call) + hooked * per_module
+        start = time.process_time_ns()
         probe.before_step(step)
         resolve(probe, read(probe.pending(), [])[0])
-        own += time.thread_time_ns() - start
-        start = time.thread_time_ns()
+        own += time.process_time_ns() - start
+        start = time.process_time_ns()
         optimizer.step()
-        rest += time.thread_time_ns() - start - meter.spent
-        start = time.thread_time_ns()
+        rest += time.process_time_ns() - start
+        start = time.process_time_ns()
         probe.after_step(True)
-        own += time.thread_time_ns() - start
+        own += time.process_time_ns() - start
         if t >= WARM:
             cost.append(own / 1e3)
             share.append(100 * own / rest)
@@ -228,28 +273,34 @@ def measure(
 
 PROBES: tuple[tuple[str, Made, bool], ...] = (
     ("attention, every step", lambda m, t, o: AttentionProbe([m], t), False),
-    ("... with a layer near the threshold", lambda m, t, o: AttentionProbe([m], t, 0.0), False),
+    ("... with every layer near the threshold", lambda m, t, o: AttentionProbe([m], t, 0.0), False),
     ("activations, every step", lambda m, t, o: ActivationProbe([m], t), False),
     ("update ratio, a sampled step", lambda m, t, o: UpdateProbe([o], t), True),
     ("memory, a sampled step", lambda m, t, o: MemoryProbe([m], [o]), True),
 )
 
 
+def one_by_one(make: Make, rounds: int) -> list[tuple[str, ...]]:
+    """Rows: signal, us, % of the bare step, % where it comes every tenth."""
+    rows: list[tuple[str, ...]] = []
+    for name, made, sampled in PROBES:
+        cost, share, _ = measure(make, made, sampled, rounds)
+        amortised = f"{share / TENTH:.2f}" if sampled else f"{share:.2f}"
+        rows.append((name, f"{cost:.0f}", f"{share:.2f}", amortised))
+    return rows
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    for title, make in (
-        ("10 M parameters, 256 tokens", ten_million),
-        ("96 blocks, 1,059 tensors, 64 tokens", many_tensors),
-    ):
-        rows = []
-        for name, made, sampled in PROBES:
-            cost, share, bare = measure(make, made, sampled)
-            amortised = f"{share / 10:.2f}" if sampled else f"{share:.2f}"
-            rows.append((name, f"{cost:.0f}", f"{share:.2f}", amortised, f"{bare:.1f}"))
-        head = ("signal", "us", "% of the bare step", "% every 10th", "bare step, ms")
+    for title, make, rounds in MODELS:
         at = machine().partition(";")[0]
-        print(table(f"{title} ({at}; CPU time, medians of {ROUNDS} steps)", rows, head))
-        print()
+        head = f"{title} ({at}; CPU time, medians)"
+        print(table(head, budgets(make, rounds), ("what", "us", "% of the bare step")))
+        if make is MODELS[1][1]:
+            continue  # the same model as the first: its probes and peers cost the same time
+        rows = one_by_one(make, rounds)
+        print(table(title, rows, ("signal", "us", "% of the bare step", "% every 10th")))
+        print(peers.report(title, make, rounds))
 
 
 if __name__ == "__main__":

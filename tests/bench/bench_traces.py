@@ -24,7 +24,7 @@ from sentinel.core.types import Observation, Outcome
 from sentinel.traces.reader import Reader
 from sentinel.traces.recorder import Recorder
 from sentinel_hooks.layers import LayerTable
-from tests.bench.bench_gate import Loop, gpt
+from tests.bench.loop import Loop, ten_million
 from tests.bench.timing import cpu_us, machine, table
 from tests.support.long_runs import write_run
 
@@ -62,9 +62,8 @@ def recording(directory: Path, layers: int) -> tuple[float, float]:
 def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    loop = Loop(*gpt(), False)
-    bare = sorted(loop.step(0.0)["bare"] for _ in range(9))[4] * 1000
+    loop = Loop(ten_million)
+    bare = sorted(loop.step()["bare"] for _ in range(9))[4] * 1000
     layers = len(LayerTable.of((loop.model,)))
     directory = Path(tempfile.mkdtemp(dir=Path.cwd()))
     try:
