@@ -309,7 +309,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 description="Share of steps that were clipped. Rare is healthy: on for many steps "
                 "in a row, the effective step is not what the optimizer thinks.",
                 queries=(Query(_one("clipped_step_ratio"), "clipped"),),
-                runbook="sentinelrollback",
+                runbook="clip_pressure",
                 unit="percentunit",
             ),
             Panel(
@@ -319,7 +319,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 description="Of the gradient scaler; only with fp16. Collapsing: the first thing "
                 "to look at when gradients explode.",
                 queries=(Query(_one("loss_scale"), "scale"),),
-                runbook="sentinelnonfinite",
+                runbook="loss_scale",
                 log=True,
             ),
         ),
@@ -380,7 +380,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 kind="timeseries",
                 description="Advice that changes nothing by itself; total by flag.",
                 queries=(Query(_one("flags_total", by="flag"), "{{flag}}"),),
-                runbook="sentinelqknorm",
+                runbook="flags",
                 steps=True,
                 width=12,
             ),
@@ -421,7 +421,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 kind="timeseries",
                 description="Healthy is about 1e-3 and alike across layers.",
                 queries=(Query(_top("layer_update_ratio"), "{{layer}}"),),
-                runbook="sentinelrollback",
+                runbook="update_ratio",
                 unit="sci",
                 lines=((1e-3, GREEN),),
                 log=True,
@@ -433,7 +433,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 description="Distinct and stable is healthy; drift with depth asks for residual "
                 "scaling or a norm.",
                 queries=(Query(_top("layer_activation_rms"), "{{layer}}"),),
-                runbook="sentinelrollback",
+                runbook="depth",
                 log=True,
             ),
         ),
@@ -447,6 +447,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 kind="timeseries",
                 description="By kind. Keep 15 to 20 % free for peaks of communication.",
                 queries=(Query(_one("memory_bytes", by="kind"), "{{kind}}"),),
+                runbook="headroom",
                 unit="bytes",
             ),
             Panel(
@@ -455,6 +456,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 kind="timeseries",
                 description="A drop: recomputation, gradient synchronisation, interconnect.",
                 queries=(Query(_one("tokens_per_second"), "tokens per second"),),
+                runbook="throughput",
                 unit="suffix: tok/s",
             ),
         ),

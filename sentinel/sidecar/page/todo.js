@@ -165,15 +165,14 @@ const LEVEL = {
   steps: ["Look at what changed at that step: the data, their mixture, the learning rate, the code.", "Explained and meant: acknowledge it, which ends it.", "Not explained: go back to a checkpoint from before, and leave that stretch of data out."],
 };
 
-const FLAG_DOC = ["docs/signals.md", "Flags with advice"];
-const RUNBOOKS = { attention_logit: [OPERATING, "SentinelQkNorm"] };
+const RUNBOOKS = { attention_logit: "SentinelQkNorm" };  // the others have their own names
 
 const UNKNOWN = { means: "This page does not know that kind: the sidecar's is newer, or the trainer's.", steps: [] };
 
 export function guide(incident) {
   const { key } = incident;
   if (key === "level_shift") return { ...LEVEL, advice: false };
-  if (key !== "instability") return { name: "", more: RUNBOOKS[key] ?? FLAG_DOC, ...(FLAGS[key] ?? UNKNOWN), advice: true };
+  if (key !== "instability") return { name: "", more: [OPERATING, RUNBOOKS[key] ?? key], ...(FLAGS[key] ?? UNKNOWN), advice: true };
   const did = (what) => (incident.actions ?? []).some(([, action]) => action === what);
   return { ...KINDS.find(([is]) => is(incident, did))[1], advice: false };
 }
