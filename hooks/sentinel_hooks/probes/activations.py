@@ -294,7 +294,8 @@ class ActivationProbe(Quiet):
     def _reduce_kept(self) -> None:
         """Small outputs, all of one shape together."""
         self._small = []
-        groups: dict[tuple[Any, ...], list[tuple[Block, Tensor]]] = {}
+        blocks: list[Block] = []
+        outputs: list[Tensor] = []
         for block in self._blocks:
             x = block.kept
             if x is None:
@@ -305,15 +306,28 @@ class ActivationProbe(Quiet):
             elif block.count or x.dtype != torch.float32 or not x.numel():
                 self._take(block, x)  # it joins the micro-batches that came after it
             else:
-                groups.setdefault((x.shape, x.device), []).append((block, x))
-        for (shape, _), kept in groups.items():
-            outputs = torch.stack([x for _, x in kept]).reshape(len(kept), -1)  # 0-d too
-            norm = torch.linalg.vector_norm(outputs, dim=1)
-            # aminmax(dim=1) takes ten times as long as these two.
-            self._vectors.append(torch.cat((norm, outputs.amin(1), outputs.amax(1))))
-            self._small.append(([b.row for b, _ in kept], shape.numel()))
-            for block, x in kept:
-                block.device = x.device
+                blocks.append(block)
+                outputs.append(x)
+        if not blocks:
+            return
+        try:  # one shape is the usual case, and asking each for its own is dearer than this
+            self._reduce_alike(blocks, outputs)
+        except RuntimeError:
+            groups: dict[tuple[Any, ...], list[int]] = {}
+            for i, x in enumerate(outputs):
+                groups.setdefault((x.shape, x.device), []).append(i)
+            for alike in groups.values():
+                self._reduce_alike([blocks[i] for i in alike], [outputs[i] for i in alike])
+
+    def _reduce_alike(self, blocks: list[Block], outputs: list[Tensor]) -> None:
+        stacked = torch.stack(outputs).reshape(len(outputs), -1)  # 0-d too
+        norm = torch.linalg.vector_norm(stacked, dim=1)
+        # aminmax(dim=1) takes ten times as long as these two.
+        self._vectors.append(torch.cat((norm, stacked.amin(1), stacked.amax(1))))
+        self._small.append(([b.row for b in blocks], stacked.size(1)))
+        for block in blocks:
+            if block.device is None:
+                block.device = stacked.device
 
     def pending(self) -> list[Tensor]:
         """The buffers, as far as they were used."""

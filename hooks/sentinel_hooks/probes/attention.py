@@ -161,30 +161,11 @@ class AttentionProbe(Quiet):
         WHERE.place = None  # an exception may have left a forward half way
         self._groups = []
         self._pending = []
-        raw: dict[tuple[Any, ...], list[tuple[Place, Tensor]]] = {}
-        bounds: dict[tuple[Any, ...], list[tuple[Place, Tensor, Tensor]]] = {}
-        for place in self._live:
-            if place.raw:
-                for lse in place.raw:
-                    key = (lse.shape, place.masked, lse.device, lse.dtype)
-                    raw.setdefault(key, []).append((place, lse))
-            if place.low:
-                for low, high in zip(place.low, place.high, strict=True):
-                    bounds.setdefault((low.shape, low.device), []).append((place, low, high))
         with torch.no_grad():
-            for (shape, masked, _, _), lses in raw.items():
-                stacked = torch.stack([lse for _, lse in lses])
-                if masked:
-                    stacked = without_empty_rows(stacked)
-                self._pending.append(stacked.amax((1, 3)).flatten())
-                keys = np.array([p.keys for p, _ in lses])
-                self._groups.append(([p for p, _ in lses], keys, shape[1]))
-            for (shape, _), pairs in bounds.items():
-                both = [low for _, low, _ in pairs] + [high for _, _, high in pairs]
-                self._pending.append(torch.cat(both))
-                self._groups.append(([p for p, _, _ in pairs], None, shape[0]))
+            if not self._reduce_alike():
+                self._reduce()
         for place in self._live:
-            if place.seen or place.raw or place.low:
+            if place.seen or place.measured:
                 place.clear()
         lost, WHERE.lost = WHERE.lost, 0
         if self._pending:
@@ -195,6 +176,43 @@ class AttentionProbe(Quiet):
             self._hook()
         elif not self._trimmed and self._steps > SETTLED:
             self._trim()
+
+    def _reduce_alike(self) -> bool:
+        """The usual case, one shape in all layers: asking each for its own costs more than all."""
+        places = [place for place in self._live if place.raw]
+        lses = [place.raw[0] for place in places]
+        if not places or any(p.masked or p.low or len(p.raw) > 1 for p in self._live):
+            return False
+        try:
+            stacked = torch.stack(lses)
+        except RuntimeError:
+            return False
+        self._pending.append(stacked.amax((1, 3)).flatten())
+        self._groups.append((places, np.array([p.keys for p in places]), stacked.size(2)))
+        return True
+
+    def _reduce(self) -> None:
+        """Any shapes, masks and devices, and layers near the threshold."""
+        raw: dict[tuple[Any, ...], list[tuple[Place, Tensor]]] = {}
+        tops: dict[tuple[Any, ...], list[tuple[Place, Tensor]]] = {}
+        bounds: dict[tuple[Any, ...], list[tuple[Place, Tensor, Tensor]]] = {}
+        for place in self._live:
+            for lse in place.raw:
+                key = (lse.shape, place.masked, lse.device, lse.dtype)
+                raw.setdefault(key, []).append((place, lse))
+            for low, high in zip(place.low, place.high, strict=True):
+                bounds.setdefault((low.shape, low.device), []).append((place, low, high))
+        for (shape, masked, _, _), lses in raw.items():
+            stacked = torch.stack([lse for _, lse in lses])
+            if masked:
+                stacked = without_empty_rows(stacked)
+            self._pending.append(stacked.amax((1, 3)).flatten())
+            keys = np.array([p.keys for p, _ in lses])
+            self._groups.append(([p for p, _ in lses], keys, shape[1]))
+        for (shape, _), pairs in bounds.items():
+            both = [low for _, low, _ in pairs] + [high for _, _, high in pairs]
+            self._pending.append(torch.cat(both))
+            self._groups.append(([p for p, _, _ in pairs], None, shape[0]))
 
     def pending(self) -> list[Tensor]:
         """Vectors of bounds, a few for each attention shape."""
