@@ -77,10 +77,12 @@ def checked(ranks: Ranks, cell: MatrixCell, backend: str = BACKEND) -> str:
         assert end["ranks"] == cell.ranks
         assert not end["status"]["errors"], end["status"]["text"]
         assert end["status"]["skipped"] == end["status"]["rollbacks"] == {}
+        assert "states differ" not in with_us.text
     trouble = run(cell, steps=STEPS, nan_at=[NAN_AT], damage_at=DAMAGE_AT, attach=True)
     trouble.ended_well()
     judge.together(trouble, replicated=cell.layout == "ddp")
     for rank in trouble.ranks:
+        assert "states differ" not in rank.text
         acted = judge.actions(rank)
         held = [t for t, (h, _, _) in acted.items() if h]
         assert [t for t in held if t < DAMAGE_AT] == [NAN_AT], rank.last("end")["status"]["text"]

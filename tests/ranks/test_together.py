@@ -28,6 +28,7 @@ def run(ranks: Ranks, world: str, count: int, **args: Any) -> Report:
     report.ended_well()
     judge.groups_work(report)
     judge.together(report, replicated=world != "fsdp")
+    assert not [r.rank for r in report.ranks if "states differ" in r.text]
     return report
 
 
