@@ -176,7 +176,7 @@ class Data:
         self.g = torch.Generator().manual_seed(seed)
         self.successors = torch.randint(0, WORDS, (WORDS, 4), generator=self.g)
 
-    def batch(self, rows: int, length: int = 17, noise: float = 0.125) -> Tensor:
+    def batch(self, rows: int, length: int, noise: float) -> Tensor:
         ids = torch.empty(rows, length, dtype=torch.int64)
         ids[:, 0] = torch.randint(0, WORDS, (rows,), generator=self.g)
         choice = torch.randint(0, 4, (rows, length), generator=self.g)
@@ -202,6 +202,7 @@ class Trial:
     build: Build = Build()
     steps: int = 80
     rows: int = 16
+    length: int = 17
     lr: float = 1e-3
     decay: float = 0.01
     clip: float = 0.0
@@ -234,7 +235,7 @@ class Loop:
         if self.trial.zero:
             self.optimizer.zero_grad()
         for _ in range(self.micro_batches):
-            loss = self.model(self.data.batch(self.trial.rows, noise=self.noise))
+            loss = self.model(self.data.batch(self.trial.rows, self.trial.length, self.noise))
             loss = loss / self.micro_batches if self.divide else loss
             (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
         if self.trial.clip:
@@ -418,6 +419,7 @@ HALF = replace(BASE, build=Build(half=True), scaler=True, steps=132)
 EPOCHS = replace(BASE, before=divided, rows=8, steps=196)
 EMBEDDED = replace(BASE, build=Build(embed_std=0.1), lr=1e-4, steps=260)
 
+SHORT_ROWS = replace(BASE, rows=32, length=9, steps=100)
 QK_NORM = replace(BASE, build=Build(qk_norm=True, qk_std=1.0))
 COLLAPSING = Build(norm=False, residual=False)
 
@@ -433,7 +435,7 @@ CASES: tuple[Case, ...] = (
     case("norm_trend", "weight decay shrinks the embedding", EMBEDDED, before=shrink),
     case("norm_band", "output layer's init 30 x too large", BASE, build=Build(head_std=3.0)),
     case("rising_together", "the logits' scale runs away", LOOKS, before=hotter),
-    case("loss_swing", "micro-batch of 1", LOOKS, rows=1),
+    case("loss_swing", "micro-batch of 1, of 8 tokens", SHORT_ROWS, rows=1),
     case("loss_plateau", "learning rate 1/10,000", LOOKS, lr=1e-7),
     case("loss_period", "accumulated gradients not divided", EPOCHS, before=pile_up),
     case("stale_grads", "zero_grad forgotten", BASE, zero=False),

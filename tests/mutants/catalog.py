@@ -256,6 +256,12 @@ MUTANTS: dict[str, Mutant] = {
     "a slow pace is usual at once": Mutant(
         "detectors/throughput.py", "if not known or ratio >= 1.0 - config.drop:", "if True:"
     ),
+    "one block's gain is not asked": Mutant(
+        "detectors/depth.py", "max(product, worst) >= config.gain", "product >= config.gain"
+    ),
+    "mixing that is nan is well": Mutant(
+        "detectors/depth.py", "not value < config.mixing", "value >= config.mixing"
+    ),
     "any growth is a forgotten zero_grad": Mutant(
         "detectors/stale_grads.py", "if falls <= FALLS:", "if falls <= n:"
     ),
