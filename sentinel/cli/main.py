@@ -138,6 +138,20 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="RUN_DIR",
         help="show the runs in this folder too, which need no sidecar; read-only, repeatable",
     )
+    serve_.add_argument(
+        "--verify-every",
+        type=float,
+        default=24.0,
+        metavar="HOURS",
+        help="how often snapshots below --watch are read again (%(default)g); 0: never",
+    )
+    serve_.add_argument(
+        "--verify-rate",
+        type=float,
+        default=32.0,
+        metavar="MIB",
+        help="at most so many MiB a second (%(default)g)",
+    )
     keep.add_options(serve_)
     serve_.add_argument("--verbose", action="store_true", help="log what happens to runs")
     serve_.set_defaults(run=serve)
@@ -219,6 +233,8 @@ def serve(options: argparse.Namespace) -> int:
         if options.audit_retention is None
         else options.audit_retention,
         watch=tuple(options.watch),
+        verify_every_s=options.verify_every * 3600.0,
+        verify_bytes_per_s=options.verify_rate * 2**20,
     )
     if options.port is None and options.uds is None:
         options.port = DEFAULT_PORT

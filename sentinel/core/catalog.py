@@ -253,6 +253,19 @@ CATALOG: tuple[MetricSpec, ...] = (
         per_run=False,
     ),
     MetricSpec(
+        "sidecar_snapshots_checked",
+        _G,
+        "Snapshots on disk that may be used, by what reading them again has shown: sound, damaged.",
+        ("run", "result"),
+        per_run=False,
+    ),
+    MetricSpec(
+        "sidecar_verified_bytes_total",
+        _C,
+        "Bytes of snapshots that were read again.",
+        per_run=False,
+    ),
+    MetricSpec(
         "sidecar_grafana_up",
         _G,
         "1 while Grafana answers and takes what is written, else 0; absent where none is kept.",

@@ -20,11 +20,19 @@ from fastapi import FastAPI
 from sentinel import __version__
 from sentinel.sidecar import exporter, jobs, page, unserved
 from sentinel.sidecar.middleware import Headers, Timed
-from sentinel.sidecar.routes import control, health, ingest, metrics, read
+from sentinel.sidecar.routes import control, health, ingest, metrics, read, snapshots
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
 
-ROUTERS = (ingest.router, read.router, control.router, metrics.router, health.router, page.router)
+ROUTERS = (
+    ingest.router,
+    read.router,
+    snapshots.router,
+    control.router,
+    metrics.router,
+    health.router,
+    page.router,
+)
 
 
 def create_app(

@@ -34,6 +34,7 @@ from sentinel.sidecar.exemplars import FIELDS
 from sentinel.sidecar.marks import Keeper, Writer
 from sentinel.sidecar.runs import Histogram, Run
 from sentinel.sidecar.service import Service
+from sentinel.sidecar.verify import Result
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -357,6 +358,16 @@ def _kept(get: Callable[[Keeper], Iterable[Sample]]) -> SidecarSource:
     return source
 
 
+def _checked(service: Service) -> Iterable[Sample]:
+    found = {} if service.verifier is None else service.verifier.found
+    return [
+        ((run, str(result)), float(sum(one.result is result for one in known.values())))
+        for run, known in sorted(found.items())
+        if known
+        for result in Result
+    ]
+
+
 def _annotated(get: Callable[[Writer], Iterable[Sample]]) -> SidecarSource:
     def source(service: Service, now: float) -> Iterable[Sample]:
         grafana = service.settings.grafana
@@ -381,6 +392,10 @@ SIDECAR: dict[str, SidecarSource] = {
     "sidecar_store_bytes": lambda service, now: one(service.store.bytes),
     "sidecar_lost_records_total": lambda service, now: one(service.store.lost_records),
     "sidecar_dropped_segments_total": lambda service, now: one(service.store.dropped_segments),
+    "sidecar_snapshots_checked": lambda service, now: _checked(service),
+    "sidecar_verified_bytes_total": lambda service, now: one(
+        None if service.verifier is None else service.verifier.read_bytes
+    ),
     "sidecar_grafana_up": _kept(lambda keeper: one(keeper.up)),
     "sidecar_grafana_left_alone": _kept(
         lambda keeper: [

@@ -25,6 +25,7 @@ from sqlalchemy.orm import Session
 from sentinel.sidecar.security import Caller
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.store import retention
+from sentinel.sidecar.verify import Result
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ MAPS_S = 60.0
 WATCH_S = 3.0
 TOKENS_S = 1.0
 MARKS_S = 30.0
+VERIFY_S = 30.0
 LAG_S = 0.25
 LET_GO_S = 3600.0
 DRAIN_S = 5.0
@@ -62,6 +64,8 @@ class Jobs:
         self._add(self.maps, MAPS_S)
         if service.settings.watch:
             self._add(self.watch, WATCH_S)
+        if service.verifier is not None:
+            self._add(self.verify, VERIFY_S)
         grafana = service.settings.grafana
         if grafana is not None:
             self._add(self.marks, MARKS_S)
@@ -246,6 +250,34 @@ class Jobs:
     async def watch(self) -> None:
         """Look at the folders of embedded runs."""
         await self._service.watched.look(self._service.now())
+
+    async def verify(self) -> None:
+        """Have snapshots read again that are due, and tell of those that are damaged."""
+        service, verifier = self._service, self._service.verifier
+        if verifier is None:
+            return
+        for checked in verifier.news():
+            if not checked.changed:
+                continue
+            told = {
+                "name": checked.name,
+                "step": checked.step,
+                "result": str(checked.result),
+                "reason": checked.reason,
+            }
+            log = logger.error if checked.result is Result.DAMAGED else logger.warning
+            log(
+                "a snapshot on disk is %s run=%s name=%s why=%s",
+                checked.result,
+                checked.run,
+                checked.name,
+                checked.reason or "it was read again",
+            )
+            service.hub.publish("snapshot", checked.run, told)
+            service.people.audit(
+                "snapshot", SIDECAR, outcome=str(checked.result), run=checked.run, detail=told
+            )
+        verifier.begin({run.name: service.seen_at(run.name) for run in service.all_runs()})
 
     async def _measure_lag(self) -> None:
         timer, health = self._service.timer, self._service.health

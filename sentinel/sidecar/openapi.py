@@ -232,6 +232,16 @@ SCHEMAS: dict[str, Schema] = {
         source=TEXT,
         at=TIME,
     ),
+    "Checked": table(
+        ("name", "step", "attempt", "result", "reason", "size_bytes", "checked_at"),
+        name=TEXT,
+        step=WHOLE,
+        attempt=WHOLE,
+        result={"type": "string", "enum": ["sound", "damaged"]},
+        reason=TEXT,
+        size_bytes=WHOLE,
+        checked_at=TIME,
+    ),
     "Command": strict(
         ("kind",),
         kind={"type": "string", "enum": [str(kind) for kind in CommandKind]},
@@ -437,6 +447,18 @@ def _paths() -> dict[str, dict[str, Schema]]:
             "get": _operation(
                 "Executed actions other than proceed",
                 table(("run", "decisions"), run=TEXT, decisions=listed(ref("Executed"))),
+                parameters=(_RUN,),
+            ),
+        },
+        f"{runs}/snapshots": {
+            "get": _operation(
+                "Snapshots on disk that were read again",
+                table(
+                    ("run", "seen", "snapshots"),
+                    run=TEXT,
+                    seen=TRUTH,
+                    snapshots=listed(ref("Checked")),
+                ),
                 parameters=(_RUN,),
             ),
         },

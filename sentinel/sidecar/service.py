@@ -20,6 +20,7 @@ from sentinel.sidecar.runs import RefusedError, Run, Runs
 from sentinel.sidecar.security import TokenFiles
 from sentinel.sidecar.settings import Settings
 from sentinel.sidecar.store.store import Store
+from sentinel.sidecar.verify import Verifier
 from sentinel.sidecar.watch import Watched
 from sentinel.wire import messages
 
@@ -56,6 +57,13 @@ class Service:
         self.people = People(self.runs, self.store.database, self.hub, clock)
         self.people.restore()
         self.past = Past(self.runs, self.store)
+        self.verifier: Verifier | None = None
+        if settings.watch and settings.verify_every_s:
+            self.verifier = Verifier(
+                every_s=settings.verify_every_s,
+                bytes_per_s=settings.verify_bytes_per_s,
+                clock=clock,
+            )
         self.ready = False
 
     def series_directory(self, run: str) -> Path:
@@ -86,6 +94,12 @@ class Service:
                 "to pause it, touch the file PAUSE in its directory",
             )
 
+    def seen_at(self, run: str) -> tuple[Path, ...]:
+        """Where the files of a trainer may lie, of the folders that are watched."""
+        known = self.watched.directories.get(run)
+        below = (folder / run for folder in self.settings.watch)
+        return (*below,) if known is None else (known, *below)
+
     def all_runs(self) -> list[Run]:
         """Both kinds."""
         own = self.runs.runs
@@ -93,4 +107,6 @@ class Service:
 
     def close(self) -> None:
         """Let go of the disk and the database; what is queued is written first."""
+        if self.verifier is not None:
+            self.verifier.close()
         self.store.close()

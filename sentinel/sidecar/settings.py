@@ -37,6 +37,8 @@ class Settings:
         audit_days: lines of the audit log that are older are deleted.
         grafana: who tells Grafana of what was done, and keeps the dashboards there; see marks.py.
         watch: folders of embedded runs (a trainer's run_dir) that are shown too, read-only.
+        verify_every_s: how often each snapshot on disk below those folders is read again; 0: never.
+        verify_bytes_per_s: at most so fast.
     """
 
     policy: Policy | None = None
@@ -53,6 +55,8 @@ class Settings:
     retention_days: float = 30.0
     audit_days: float = 365.0
     watch: tuple[Path, ...] = ()
+    verify_every_s: float = 86_400.0
+    verify_bytes_per_s: float = 32.0 * 2**20
     grafana: Grafana | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +64,15 @@ class Settings:
             raise ConfigError(f"lost_after_s must be above 0, got {self.lost_after_s:g}")
         if not self.retention_days > 0:
             raise ConfigError(f"retention_days must be above 0, got {self.retention_days:g}")
+        if not (self.verify_every_s == 0.0 or self.verify_every_s >= 60.0):
+            raise ConfigError(
+                f"verify_every_s must be 0 or at least 60, got {self.verify_every_s:g}"
+            )
+        if not self.verify_bytes_per_s >= 2**20:
+            raise ConfigError(
+                f"verify_bytes_per_s must be at least {2**20} (1 MiB), got "
+                f"{self.verify_bytes_per_s:g}"
+            )
         if not self.audit_days >= self.retention_days:
             raise ConfigError(
                 f"audit_days must be at least retention_days ({self.retention_days:g}), got "

@@ -33,7 +33,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -181,7 +181,12 @@ def inspect_snapshot(path: Path, *, verify: bool = False, run: str | None = None
 
 
 def find_damage(
-    path: Path, *, run: str | None = None, parameters: str | None = None, contents: bool = True
+    path: Path,
+    *,
+    run: str | None = None,
+    parameters: str | None = None,
+    contents: bool = True,
+    pace: Callable[[int], None] | None = None,
 ) -> str:
     """Why this snapshot may not be used; "" when it is whole.
 
@@ -189,9 +194,11 @@ def find_damage(
         run: the run that it must belong to.
         parameters: hash of the names, shapes and types that it must hold.
         contents: read every file, not only its size.
+        pace: told after every so many bytes that were read; it may wait, and what it raises ends
+            the reading.
     """
     try:
-        _check(path, run=run, parameters=parameters, contents=contents)
+        _check(path, run=run, parameters=parameters, contents=contents, pace=pace)
     except _DamageError as error:
         return str(error)
     return ""
@@ -293,13 +300,15 @@ def file_entry(path: Path) -> dict[str, Any]:
     return {"name": path.name, "size": size, "crc32": f"{crc:08x}"}
 
 
-def checksum(path: Path) -> tuple[int, int]:
-    """(CRC32, size) of a file."""
+def checksum(path: Path, pace: Callable[[int], None] | None = None) -> tuple[int, int]:
+    """(CRC32, size) of a file; for `pace` see find_damage()."""
     crc = size = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
             size += len(chunk)
+            if pace is not None:
+                pace(len(chunk))
     return crc, size
 
 
@@ -401,7 +410,12 @@ def _unseal(path: Path) -> dict[str, Any]:
 
 
 def _check(
-    path: Path, *, run: str | None, parameters: str | None, contents: bool
+    path: Path,
+    *,
+    run: str | None,
+    parameters: str | None,
+    contents: bool,
+    pace: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Rank 0's manifest, after everything was compared."""
     named = parse_name(path.name)
@@ -447,10 +461,10 @@ def _check(
         if adopted and not os.path.exists(adopted):
             raise _DamageError(f"the adopted checkpoint {adopted} is gone")
         for file in manifest["files"]:
-            _compare(path / file["name"], file, name, contents=contents)
+            _compare(path / file["name"], file, name, contents=contents, pace=pace)
         first = first or manifest
     for file in sealed.get("files", ()):
-        _compare(path / file["name"], file, COMMIT, contents=contents)
+        _compare(path / file["name"], file, COMMIT, contents=contents, pace=pace)
     return first
 
 
@@ -487,14 +501,21 @@ def _some(ranks: list[int]) -> str:
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
 
-def _compare(path: Path, entry: Mapping[str, Any], witness: str, *, contents: bool) -> None:
+def _compare(
+    path: Path,
+    entry: Mapping[str, Any],
+    witness: str,
+    *,
+    contents: bool,
+    pace: Callable[[int], None] | None = None,
+) -> None:
     try:
         size = path.stat().st_size
         if size != entry["size"]:
             raise _DamageError(f"{path.name} has {size} bytes, and {witness} says {entry['size']}")
         if not contents:
             return
-        crc, _ = checksum(path)
+        crc, _ = checksum(path, pace)
     except FileNotFoundError:
         raise _DamageError(f"{path.name} is missing") from None
     except OSError as error:
