@@ -240,6 +240,7 @@ def sweep(ranks: Ranks, world: str = "ddp", rank: int = 1, step: int = 12) -> di
             assert len(states) == 1, f"protection differs: {states}"
         except AssertionError as error:
             wrong[place] = str(error).splitlines()[0]
+            print(f"{place}: {wrong[place]}", flush=True)
     return wrong
 
 
@@ -263,8 +264,8 @@ def main() -> None:
         for word in sys.argv[1:]:
             if word.startswith("sweep"):
                 _, world, rank, step = word.split()
-                for place, why in sweep(ranks, world, int(rank), int(step)).items():
-                    print(f"{place}: {why}", flush=True)
+                wrong = sweep(ranks, world, int(rank), int(step))
+                print(f"{word}: wrong at {len(wrong)} places", flush=True)
                 continue
             if word.isdigit():
                 drawn = draw(int(word), survey)
