@@ -197,6 +197,17 @@ ALERTS: tuple[Alert, ...] = (
         metrics=("sidecar_store_trouble",),
     ),
     Alert(
+        name="SentinelSnapshotDamaged",
+        expr="max by (run) "
+        f'({spec("sidecar_snapshots_checked").full_name}{{result="damaged"}}) > 0',
+        hold="0s",
+        severity="warning",
+        summary="A snapshot of run {{ .Labels.run }} is damaged on disk",
+        description="The sidecar has read it again, and its checksums do not fit any more. The run "
+        "will not go back to it: it takes the next older one.",
+        metrics=("sidecar_snapshots_checked",),
+    ),
+    Alert(
         name="SentinelQkNorm",
         expr=_counted_up("flags_total", "flag", match='{flag="attention_logit"}'),
         hold="0s",
