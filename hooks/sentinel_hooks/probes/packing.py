@@ -2,7 +2,8 @@
 
     packing = Packing(parameters)                  once; looks at shapes and devices
     vectors = packing.norms(gradients)             in the order of packing.places, one per device
-    copies = packing.copies(parameters)            packed too, for packing.subtract(copies, now)
+    copies, vectors = packing.copies(parameters)   packed too; and how far each has moved since:
+    vectors = packing.subtract(copies, parameters)
 
 A small tensor costs 2 to 3 us of its own in a foreach call, and its scalar result as much again
 until it is stacked; its numbers cost a tenth of that. So tensors of up to SMALL elements that share
@@ -51,6 +52,7 @@ class _Device:
 
     chunks: tuple[_Chunk, ...]
     alone: _Pick | None
+    on_cpu: bool
 
 
 class Packing:
@@ -71,7 +73,7 @@ class Packing:
                 alone.append(i)
         self.places: list[npt.NDArray[np.intp]] = []
         self._devices: list[_Device] = []
-        for alike, alone in devices.values():
+        for device, (alike, alone) in devices.items():
             chunks: list[_Chunk] = []
             order: list[int] = []
             for indices in alike.values():
@@ -84,7 +86,8 @@ class Packing:
                     chunks.append(_Chunk(_picker(some), len(some)))
                 order += indices
             alone.sort()
-            self._devices.append(_Device(tuple(chunks), _picker(alone) if alone else None))
+            pick = _picker(alone) if alone else None
+            self._devices.append(_Device(tuple(chunks), pick, device.type == "cpu"))
             self.places.append(np.array(order + alone, dtype=np.intp))
 
     @torch.no_grad()
@@ -99,40 +102,46 @@ class Packing:
         return vectors
 
     @torch.no_grad()
-    def copies(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Their values as they are now: by device the chunks, then each of the others."""
-        found = []
+    def copies(self, tensors: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """Their values as they are now, for subtract(), and their norms as norms() has them."""
+        copies, vectors = [], []
         for device in self._devices:
             own = [torch.cat(tuple(c.pick(tensors))) for c in device.chunks]
+            parts = [_rows(x, c.count) for x, c in zip(own, device.chunks, strict=True)]
             if device.alone is not None:
                 live = device.alone(tensors)
-                alone = [torch.empty_like(t) for t in live]
-                torch._foreach_copy_(alone, list(live))
-                own += alone
-            found.append(own)
-        return found
+                if device.on_cpu:  # one by one: each is still in the cache when it is measured
+                    norms = []
+                    for t in live:
+                        own.append(t.clone())
+                        norms.append(norm(own[-1]))
+                else:
+                    alone = [torch.empty_like(t) for t in live]
+                    torch._foreach_copy_(alone, list(live))
+                    own += alone
+                    norms = tensor_norms(alone)
+                parts.append(_stacked(norms))
+            copies.append(own)
+            vectors.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return copies, vectors
 
     @torch.no_grad()
-    def subtract(self, copies: Sequence[list[Tensor]], tensors: Sequence[Tensor]) -> None:
-        """copies -= tensors."""
-        for device, own in zip(self._devices, copies, strict=True):
-            n = len(device.chunks)
-            for chunk, copy in zip(device.chunks, own[:n], strict=True):
-                copy.sub_(torch.cat(tuple(chunk.pick(tensors))))
-            if device.alone is not None:
-                torch._foreach_sub_(own[n:], list(device.alone(tensors)))
-
-    @torch.no_grad()
-    def norms_of(self, copies: Sequence[list[Tensor]]) -> list[Tensor]:
-        """As norms(), of what copies() made."""
+    def subtract(self, copies: Sequence[list[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The norms of copies - tensors; the copies are used up."""
         vectors = []
         for device, own in zip(self._devices, copies, strict=True):
             n = len(device.chunks)
-            parts = [
-                _rows(copy, chunk.count) for chunk, copy in zip(device.chunks, own[:n], strict=True)
-            ]
+            parts = []
+            for chunk, copy in zip(device.chunks, own[:n], strict=True):
+                parts.append(_rows(copy.sub_(torch.cat(tuple(chunk.pick(tensors)))), chunk.count))
             if device.alone is not None:
-                parts.append(_stacked(tensor_norms(own[n:])))
+                live = device.alone(tensors)
+                if device.on_cpu:
+                    norms = [norm(c.sub_(t)) for c, t in zip(own[n:], live, strict=True)]
+                else:
+                    torch._foreach_sub_(own[n:], list(live))
+                    norms = tensor_norms(own[n:])
+                parts.append(_stacked(norms))
             vectors.append(parts[0] if len(parts) == 1 else torch.cat(parts))
         return vectors
 

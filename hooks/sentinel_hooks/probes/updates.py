@@ -81,9 +81,7 @@ class UpdateProbe(Quiet):
             return
         try:
             self._refresh()
-            copies = self._packing.copies(self._live())
-            self._weights = self._packing.norms_of(copies)
-            self._before = copies
+            self._before, self._weights = self._packing.copies(self._live())
         except RuntimeError as error:  # out of memory is one
             self._give_up(error)
 
@@ -94,8 +92,7 @@ class UpdateProbe(Quiet):
         if not before or not applied:
             return
         try:
-            self._packing.subtract(before, self._live())
-            moved = self._packing.norms_of(before)
+            moved = self._packing.subtract(before, self._live())
             for update, weight, places in zip(moved, weights, self._packing.places, strict=True):
                 self._ready.append((torch.cat((update, weight)), places))
         except RuntimeError as error:

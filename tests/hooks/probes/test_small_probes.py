@@ -149,7 +149,7 @@ def test_out_of_memory_ends_the_sampling_and_is_told(monkeypatch: pytest.MonkeyP
     def full(*_: Any) -> None:
         raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
 
-    monkeypatch.setattr(torch, "empty_like", full)
+    monkeypatch.setattr(Tensor, "clone", full)
     probe.before_step(0)
     probe.after_step(True)
     (spot,) = probe.blind_spots()
