@@ -38,6 +38,7 @@ def add_parser(subparsers: Subparsers) -> None:
     build_.add_argument("--root", default=".", metavar="DIR", help="the checkout (%(default)s)")
     build_.add_argument("--check", action="store_true", help="write nothing; 1 if one is stale")
     build_.add_argument("--runbooks", metavar="URL", help="where docs/operating.md is read")
+    build_.add_argument("--json", action="store_true", help="print JSON")
     build_.set_defaults(run=build)
 
     for verb, about in (
@@ -67,14 +68,19 @@ def build(options: argparse.Namespace) -> int:
     root = Path(options.root)
     runbooks = options.runbooks or alerts.RUNBOOKS
     if not options.check:
-        for name in write(root, runbooks):
-            print(name)
+        written = [str(name) for name in write(root, runbooks)]
+        if options.json:
+            print(json.dumps({"schema": 1, "written": written, "stale": []}))
+        else:
+            print("\n".join(written))
         return 0
     stale = [
         name
         for name, text in generate(runbooks).items()
         if not (root / name).is_file() or (root / name).read_text(encoding="utf-8") != text
     ]
+    if options.json:
+        print(json.dumps({"schema": 1, "written": [], "stale": stale}))
     for name in stale:
         print(f"{name} is stale; write it with: sentinel dashboards build", file=sys.stderr)
     return 1 if stale else 0

@@ -326,6 +326,9 @@ def _alarms(run: dict[str, Any], ledger: dict[str, Any], live: bool) -> list[str
             "the rollback budget is spent: only non-finite steps and extreme norms are skipped; "
             f"find the cause, then: sentinel command {name} resume"
         )
+    due = ledger.get("pending_restore")
+    if live and due is not None:
+        said.append(f"a rollback to step {steps(due)} was decided; its trainer has not done it yet")
     if live and run["mode"] == "observe":
         said.append("the policy only observes: nothing is done, what would be done is recorded")
     if live and run["protection"] == "blind":

@@ -329,7 +329,10 @@ SOURCES: dict[str, Source] = {
     "decisions_total": lambda run, now: table(sorted(run.decided.items())),
     "decision_misses_total": lambda run, now: table(sorted(run.counts.misses.items())),
     "decision_mismatches_total": lambda run, now: one(run.counts.mismatches),
-    "reports_dropped_total": lambda run, now: ((("buffer_full",), float(run.counts.dropped)),),
+    "reports_dropped_total": lambda run, now: (
+        (("buffer_full",), float(run.counts.dropped)),
+        (("refused",), float(run.rejected)),
+    ),
     "report_holes": lambda run, now: one(None if run.unread else run.seen.missing),
     "second_writers_refused": lambda run, now: one(len(run.refused)),
     "reports_late_total": lambda run, now: one(run.late),

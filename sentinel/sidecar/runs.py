@@ -97,6 +97,7 @@ MOST_NAME = 512
 MOST_NUMBER = 2**53  # steps and report numbers beyond it are nonsense
 MAX_COMMANDS = 256
 MOST_REFUSED = 16  # reasons in one answer; the first says what the others are like
+MOST_REJECTED = 4096
 MOST_EVENTS = 64
 MOST_TEXT = 4096
 MOST_KINDS = 256  # different reasons, places or gauges that a trainer counts
@@ -213,6 +214,7 @@ class Run:
     ended: float | None = None  # when it was closed or lost
     unwritten: int = 0  # reports that no disk took
     rejected: int = 0  # reports that made no sense
+    rejected_seqs: set[int] = field(default_factory=set)  # the newest of them: each counts once
     saved_incidents: tuple[Incident, ...] = ()
     unrevived: bool = False  # the same for the state of a run that has no engine of its own
     unread: bool = False  # from an earlier start: what is on disk of it was not looked at yet
@@ -438,20 +440,19 @@ class Runs:
         refused: list[str] = []
         count = len(message.frames)
         for at, raw in enumerate(message.frames):
+            frame: Frame | None = None
             try:
                 frame = messages.decode_frame(raw)
                 _check_frame(run, frame)
             except ProtocolError as error:
+                if not run.rejected:
+                    logger.warning("reports refused run=%s why=%s", run.name, str(error)[:500])
+                _reject(run, frame)
                 if count == 1 and not message.late:
-                    run.rejected += 1
                     raise
                 refused.append(f"frame {at + 1} of {count}: {error}")
             else:
                 frames.append(frame)
-        if refused:
-            if not run.rejected:
-                logger.warning("reports refused run=%s why=%s", run.name, refused[0][:500])
-            run.rejected += len(refused)
         return frames, tuple(refused[:MOST_REFUSED])
 
     def hand_over(self, message: HandOver, now: float) -> None:
@@ -1223,7 +1224,7 @@ class Runs:
                 new.registered, new.interval_s = old.registered, old.interval_s
                 new.record, new.theirs = old.record, old.theirs
                 new.last_report, new.unwritten = old.last_report, old.unwritten
-                new.rejected = old.rejected
+                new.rejected, new.rejected_seqs = old.rejected, old.rejected_seqs
                 new.saved_incidents = old.saved_incidents
         if new.record is None:
             self._open(new, first)
@@ -1247,6 +1248,17 @@ class Runs:
         oldest = min(over, key=lambda r: r.last_heard)
         self._store.close_record(oldest.name)
         del self.runs[oldest.name]
+
+
+def _reject(run: Run, frame: Frame | None) -> None:
+    """Count a report that makes no sense: once, though its trainer may bring it again."""
+    if frame is not None:
+        if frame.seq in run.rejected_seqs:
+            return
+        if len(run.rejected_seqs) >= MOST_REJECTED:
+            run.rejected_seqs.clear()
+        run.rejected_seqs.add(frame.seq)
+    run.rejected += 1
 
 
 def _left(run: Run, orders: tuple[Command, ...], now: float) -> tuple[float, ...]:

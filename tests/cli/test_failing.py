@@ -166,6 +166,17 @@ def test_help_says_what_the_exit_status_means(capsys: pytest.CaptureFixture[str]
     assert "3 an order that was not obeyed yet" in text
 
 
+def test_stale_files_of_a_checkout_are_a_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("dashboards", "build", "--root", str(tmp_path), "--check", "--json") == 1
+    assert "grafana/dashboards/run.json" in json.loads(capsys.readouterr().out)["stale"]
+    assert run("dashboards", "build", "--root", str(tmp_path), "--json") == 0
+    assert "grafana/dashboards/run.json" in json.loads(capsys.readouterr().out)["written"]
+    assert run("dashboards", "build", "--root", str(tmp_path), "--check", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["stale"] == []
+
+
 def test_json_after_the_two_dashes_is_the_other_commands() -> None:
     assert failing.wants_json(["runs", "--json"])
     assert not failing.wants_json(["run", "--", "x", "--json"])
@@ -182,6 +193,17 @@ def several(served: tuple[str, str]) -> str:
         trainer.step()
         trainer.client.close()
     return served[0]
+
+
+def test_a_rollback_that_is_due_is_said(several: str, say: Any) -> None:
+    trainer = JsonTrainer(several, "due")
+    trainer.step(events=[{"kind": "snapshot_taken", "step": 0}])
+    for _ in range(3):
+        trainer.step(loss="nan")
+    assert trainer.step() == "proceed"
+    trainer.client.close()
+    out = say("status", "due", "--sidecar", several)[1]
+    assert "! a rollback to step 0 was decided; its trainer has not done it yet" in out
 
 
 def test_a_run_may_be_named_by_its_beginning_to_be_looked_at(several: str, say: Any) -> None:

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from sentinel.core.state import ENGINE_VERSION
 from sentinel.sidecar.app import create_app
-from sentinel.sidecar.runs import MOST_JUMP
+from sentinel.sidecar.runs import MOST_JUMP, MOST_REFUSED
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
 from sentinel.traces.reader import Reader
@@ -186,6 +186,8 @@ def test_mutated_frames_are_refused_or_make_sense(
         sent = messages.decode_message(Steps, body).frames
         not_taken = {int(why.split()[1]) - 1 for why in reply.refused}
         answers[-1] += len(not_taken)
+        if len(not_taken) == MOST_REFUSED:
+            return  # there may be more of them
         for at, raw in enumerate(sent):  # what was taken can be read, and a run can hold it
             if at in not_taken:
                 continue

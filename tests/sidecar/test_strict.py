@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from sentinel.core.errors import ProtocolError
 from sentinel.core.policy import Policy
+from sentinel.sidecar import exporter
 from sentinel.sidecar.app import create_app
 from sentinel.sidecar.runs import details
 from sentinel.sidecar.service import Service
@@ -165,6 +167,8 @@ def test_a_step_that_makes_no_sense_is_refused_and_the_true_one_taken(
     (frame,) = reporter.move(1)
     with pytest.raises(ProtocolError, match=said):
         reporter.post(spoiled(frame, **more))
+    again = reporter.post(spoiled(frame, **more), late=True)  # as the link brings it later
+    assert len(again.refused) == 1
     found = about(service)
     assert (found["refused_reports"], found["record"]["frames"]) == (1, 5)
     reply = reporter.post(frame)
@@ -185,6 +189,8 @@ def test_one_row_of_a_late_batch_that_makes_no_sense_does_not_keep_the_others_ou
     assert found["record"] == {"frames": 9, "late": 4, "holes": 1, "dropped": 0}
     assert found["missing_reports"] == [(7, 7)]
     assert found["refused_reports"] == 1
+    exported = asyncio.run(exporter.render(service, "1")).decode()
+    assert 'sentinel_reports_dropped_total{run="r",reason="refused"} 1.0' in exported
     assert reporter.curves()["series"]["loss"]["step"] == [0, 1, 2, 3, 4, 5, 6, 8, 9]
 
 
