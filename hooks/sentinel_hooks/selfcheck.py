@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 STEPS = 5  # looked at before the verdict
 TOLERANCE = 1e-3  # relative; float32 sums of a hundred million squares stay within it
 BF16_TOLERANCE = 2e-2
+TINY = 1e-12  # below it a norm is 0 to any optimizer, and its squares vanish in float32
 
 
 class SelfCheck:
@@ -75,7 +76,7 @@ class SelfCheck:
             count += 1
             if ours - ours != 0 or plain - plain != 0:
                 continue  # not finite: both say so, or the step is none to judge by
-            off = abs(ours - plain) / max(plain, 1e-30) if plain else abs(ours)
+            off = abs(ours - plain) / max(plain, TINY)
             bound = BF16_TOLERANCE if narrow else TOLERANCE
             worst = max(worst, off * TOLERANCE / bound)
         if not count or self.compared:

@@ -119,3 +119,12 @@ def test_norms_that_are_wrong_are_found_out(
     status, scalars = run(tmp_path, clip)
     assert "norms differ from a plain float64 sum by 50" in status.self_check
     assert scalars["self_check_failures"] == 1
+
+
+def test_gradients_that_died_on_the_way_are_no_wrong_norms() -> None:
+    one = check()
+    one.norms([(0.0, 1e-23, False), (1.0, 1.0, False)])
+    assert one.failures == []
+    one = check()
+    one.norms([(0.0, 1e-6, False)])
+    assert len(one.failures) == 1
