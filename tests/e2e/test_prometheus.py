@@ -52,6 +52,8 @@ def test_a_one_step_spike_between_two_scrapes_is_in_the_query(tmp_path: Path) ->
         print(f"spike {top:.1f}; the plain gauge saw {seen}")
         skipped = newest(prom, 'sentinel_skipped_steps_total{run="spiky",rule="grad_norm"}')
         assert skipped == 1.0
+        (exemplar,) = prom.exemplars('sentinel_skipped_steps_total{run="spiky",rule="grad_norm"}')
+        assert exemplar["step"] == str(SPIKE)
         up = newest(prom, "sentinel_sidecar_requests_total{route='steps',status='2xx'}")
         assert up is not None
         assert up >= END

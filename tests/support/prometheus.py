@@ -55,6 +55,13 @@ class Prometheus:
         """Its series from start to end, one sample a second."""
         return self._ask("query_range", query=expr, start=start, end=end, step=1)
 
+    def exemplars(self, expr: str) -> list[dict[str, str]]:
+        """The labels of the exemplars that it keeps of a series, oldest first."""
+        query = urlencode({"query": expr, "start": 0, "end": time.time() + 3600})
+        with urlopen(f"{self.url}/api/v1/query_exemplars?{query}", timeout=20) as answer:
+            found = json.load(answer)["data"]
+        return [one["labels"] for series in found for one in series["exemplars"]]
+
     def until(self, expr: str, seconds: float = 60.0) -> list[dict[str, Any]]:
         """Wait until an expression has samples."""
         deadline = time.monotonic() + seconds
@@ -135,6 +142,7 @@ def prometheus(
         f"--config.file={folder / 'prometheus.yaml'}",
         f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}",
+        "--enable-feature=exemplar-storage",
     ]
     with _process(command, f"http://127.0.0.1:{port}/-/ready", folder / "prometheus.log"):
         yield Prometheus(port)
