@@ -179,16 +179,21 @@ class AttentionProbe(Quiet):
 
     def _reduce_alike(self) -> bool:
         """The usual case, one shape in all layers: asking each for its own costs more than all."""
-        places = [place for place in self._live if place.raw]
-        lses = [place.raw[0] for place in places]
-        if not places or any(p.masked or p.low or len(p.raw) > 1 for p in self._live):
+        if any(p.masked or p.low or len(p.raw) > 1 or len(p.top) > 1 for p in self._live):
             return False
+        small = [place for place in self._live if place.raw]
+        large = [place for place in self._live if place.top]
+        if bool(small) == bool(large):  # none, or of both kinds
+            return False
+        places = small or large
         try:
-            stacked = torch.stack(lses)
+            stacked = torch.stack([p.raw[0] if small else p.top[0] for p in places])
         except RuntimeError:
             return False
-        self._pending.append(stacked.amax((1, 3)).flatten())
-        self._groups.append((places, np.array([p.keys for p in places]), stacked.size(2)))
+        if small:
+            stacked = stacked.amax((1, 3))
+        self._pending.append(stacked.flatten())
+        self._groups.append((places, np.array([p.keys for p in places]), stacked.size(1)))
         return True
 
     def _reduce(self) -> None:
@@ -200,6 +205,8 @@ class AttentionProbe(Quiet):
             for lse in place.raw:
                 key = (lse.shape, place.masked, lse.device, lse.dtype)
                 raw.setdefault(key, []).append((place, lse))
+            for top in place.top:
+                tops.setdefault((top.shape, top.device), []).append((place, top))
             for low, high in zip(place.low, place.high, strict=True):
                 bounds.setdefault((low.shape, low.device), []).append((place, low, high))
         for (shape, masked, _, _), lses in raw.items():
@@ -209,6 +216,9 @@ class AttentionProbe(Quiet):
             self._pending.append(stacked.amax((1, 3)).flatten())
             keys = np.array([p.keys for p, _ in lses])
             self._groups.append(([p for p, _ in lses], keys, shape[1]))
+        for (shape, _), own in tops.items():
+            self._pending.append(torch.stack([top for _, top in own]).flatten())
+            self._groups.append(([p for p, _ in own], np.array([p.keys for p, _ in own]), shape[0]))
         for (shape, _), pairs in bounds.items():
             both = [low for _, low, _ in pairs] + [high for _, _, high in pairs]
             self._pending.append(torch.cat(both))

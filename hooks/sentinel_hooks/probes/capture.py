@@ -339,20 +339,25 @@ def _watched(
         out = _attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+        node: Any = out.grad_fn
+        if type(node) is place.kind and place.level == FEW and attn_mask is None:
+            # The usual case, with as little Python as can be: caches are cold after a kernel.
+            try:
+                lse = node._saved_logsumexp
+                if lse.shape == place.shape and not place.raw:
+                    if place.small:
+                        place.raw.append(lse)
+                    else:
+                        place.top.append(lse.amax((0, 2)))
+                    place.keys = max(place.keys, key.size(-2))
+                    _note(place)
+                    return out
+            except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
+                _failed(place, error)
+                return out
         lse = _lse_of(out)
-        if (  # the usual case, with as little Python as can be
-            lse is not None
-            and place.level == FEW
-            and attn_mask is None
-            and lse.dim() == 3
-            and lse.numel() <= RAW_NUMEL
-            and not place.raw
-            and query.device.type == "cpu"  # CUDA kernels pad theirs
-        ):
-            place.raw.append(lse)
-            place.keys = max(place.keys, key.size(-2))
-            _note(place)
-            return out
+        if lse is not None and attn_mask is None and query.device.type == "cpu":
+            _remember(place, node, lse)  # CUDA kernels pad theirs
     else:
         with _Saved(hooks, query.dim()) as saved:
             out = _stock(*call)
@@ -375,6 +380,13 @@ def _watched(
     except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
         _failed(place, error)
     return out
+
+
+def _remember(place: Place, node: Any, lse: Tensor) -> None:
+    """What tells the next call of the same kind."""
+    if lse.dim() == 3 and hasattr(node, "_saved_logsumexp"):
+        place.kind, place.shape = type(node), lse.shape
+        place.small = lse.numel() <= RAW_NUMEL
 
 
 def _detached(mask: Tensor | None) -> Tensor | None:

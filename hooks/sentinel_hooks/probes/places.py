@@ -48,6 +48,7 @@ class Place:
         "heads",
         "high",
         "keys",
+        "kind",
         "level",
         "low",
         "masked",
@@ -58,9 +59,12 @@ class Place:
         "raw",
         "row",
         "seen",
+        "shape",
         "since",
         "slot",
+        "small",
         "token",
+        "top",
         "trouble",
     )
 
@@ -78,20 +82,27 @@ class Place:
         self.math = False  # the last call took a path without a log-sum-exp
         self.seen = False  # captured in a forward since the last step: a recomputation adds nothing
         self.raw: list[Tensor] = []  # log-sum-exps [B, H, T], reduced at the gate
+        self.top: list[Tensor] = []  # [H], their maxima where they are large
         self.low: list[Tensor] = []
         self.high: list[Tensor] = []
         self.keys = 1
         self.masked = False
         self.trouble = ""
+        # Of the last call that was plain: the type of its autograd node, the shape of its
+        # log-sum-exp, and whether that is kept as it is. The next one is told by them at once.
+        self.kind: type | None = None
+        self.shape: torch.Size | None = None
+        self.small = False
 
     @property
     def measured(self) -> bool:
         """Something was captured since the last step."""
-        return bool(self.raw or self.low)
+        return bool(self.raw or self.top or self.low)
 
     def clear(self) -> None:
         """Start a new step."""
         self.raw = []
+        self.top = []
         self.low = []
         self.high = []
         self.keys = 1

@@ -246,6 +246,33 @@ def test_micro_batches_count_with_their_largest(watch: Any) -> None:
     assert w.column() is None  # and not again
 
 
+def test_large_log_sum_exps_are_reduced_at_once_and_say_the_same(
+    watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[dict[str, float]]] = []
+    for kept in (0, capture.RAW_NUMEL):  # elements
+        monkeypatch.setattr(capture, "RAW_NUMEL", kept)
+        torch.manual_seed(0)
+        model = Model(by_attribute)
+        w = watch(model)
+        steps = []
+        for scales in ((1.0,), (1.0,), (1.0, 2.0, 1.0), (2.0,), (1.0,)):
+            for scale in scales:
+                model(batch() * scale).backward()
+            places = [place for _, place in w.probe.watched]
+            assert all(bool(place.top) is (kept == 0 and bool(steps)) for place in places)
+            steps.append(w.layers())
+            heads = w.probe.heads["blocks.1.attn.qkv"]
+            assert heads.shape == (HEADS,)
+            assert np.array_equal(heads.max(), np.float32(steps[-1]["blocks.1.attn.qkv"]))
+        found.append(steps)
+        assert not any(place.measured for place in places)
+        w.probe.detach()
+    assert repr(found[0]) == repr(found[1])
+    assert found[0][2] == found[0][3] != found[0][1]
+    assert found[0][4] == found[0][1]
+
+
 def test_a_nan_is_a_measurement(watch: Any) -> None:
     model = Model(by_attribute)
     w = watch(model)
