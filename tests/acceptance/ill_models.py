@@ -1,6 +1,6 @@
 """Small GPTs that really have an illness, each beside a twin that differs in the illness only.
 
-    python -m tests.acceptance.ill_models [--seeds 3] [flag ...]     the confusion table
+    python -m tests.acceptance.ill_models [--seeds 3] [--first 0] [flag ...]     the confusion table
 
 Each is trained with a real optimizer and `sentinel.attach`, with every signal and every flag on
 (those two that are off by default too), in mode observe: what is counted is which flags the engine
@@ -466,7 +466,7 @@ class Row:
     others: tuple[str, ...]  # flags raised in an ill one beside its own
 
 
-def table(seeds: int, only: Sequence[str] = ()) -> Iterator[Row]:
+def table(seeds: Sequence[int], only: Sequence[str] = ()) -> Iterator[Row]:
     """One row a case; a twin that several cases share is trained once."""
     trained: dict[tuple[Trial, int], Mapping[str, int]] = {}
 
@@ -478,13 +478,13 @@ def table(seeds: int, only: Sequence[str] = ()) -> Iterator[Row]:
     for each in CASES:
         if only and each.flag not in only:
             continue
-        ill = [flags(each.ill, seed) for seed in range(seeds)]
-        twin = [flags(each.twin, seed) for seed in range(seeds)]
+        ill = [flags(each.ill, seed) for seed in seeds]
+        twin = [flags(each.twin, seed) for seed in seeds]
         flagged = sum(each.flag in found for found in ill)
         yield Row(
             case=each,
             flagged=flagged,
-            missed=seeds - flagged,
+            missed=len(seeds) - flagged,
             quiet=sum(not found for found in twin),
             false=tuple(sorted({f for found in twin for f in found})),
             others=tuple(sorted({f for found in ill for f in found if f != each.flag})),
@@ -511,12 +511,15 @@ def main(arguments: Sequence[str]) -> int:
     """Print the table; 1 when a cell is not as it should be."""
     parser = argparse.ArgumentParser(prog="python -m tests.acceptance.ill_models")
     parser.add_argument("flags", nargs="*", help="only these")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     options = parser.parse_args(arguments)
     logging.disable(logging.ERROR)  # what sentinel says of ill runs
-    print(f"{options.seeds} seeds, torch {torch.__version__}, {platform.machine()}\n\n{HEAD}")
+    seeds = range(options.first, options.first + options.seeds)
+    where = f"torch {torch.__version__}, {platform.machine()}"
+    print(f"seeds {seeds.start} to {seeds.stop - 1}, {where}\n\n{HEAD}")
     bad = 0
-    for row in table(options.seeds, options.flags):
+    for row in table(seeds, options.flags):
         print(line(row), flush=True)
         bad += row.missed + len(row.false)
     return bool(bad)

@@ -32,7 +32,7 @@ def test_every_flag_has_an_ill_model() -> None:
 
 @pytest.mark.full
 def test_the_confusion_table_over_three_seeds() -> None:
-    rows = list(ill_models.table(3))
+    rows = list(ill_models.table(range(100, 103)))
     print("\n".join((ill_models.HEAD, *map(ill_models.line, rows))))
     assert sum(row.missed for row in rows) == 0
     assert [row.false for row in rows if row.false] == []
