@@ -41,6 +41,7 @@ from sentinel.traces.snapshots import (
     find_damage,
     inspect_snapshot,
     parse_name,
+    read_manifest,
 )
 
 logger = logging.getLogger(__name__)
@@ -166,6 +167,8 @@ class Verifier:
 
     def _verify(self, run: str, path: Path) -> None:
         reason = _odd_files(path)
+        if not reason and _adopted(path):
+            return  # a path of the trainer's own world; what is there is the user's business
         if reason:
             about = DiskSnapshot(path, *(parse_name(path.name) or (0, 0, 0)), Health.DAMAGED)
         else:
@@ -241,6 +244,13 @@ def _odd_files(path: Path) -> str:
     except OSError as error:
         return f"the directory cannot be read: {error.strerror}"
     return ""
+
+
+def _adopted(path: Path) -> bool:
+    """Whether it stands for one of the user's own checkpoints."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return bool(read_manifest(path).get("adopted"))
+    return False
 
 
 def _leave_cache(path: Path) -> None:

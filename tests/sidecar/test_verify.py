@@ -156,6 +156,20 @@ class TestReading:
         one.turn({"r7": (tmp_path,)})
         assert results(one) == {100: "damaged"}
 
+    def test_a_checkpoint_of_the_users_own_is_not_judged_by_a_path_that_only_they_see(
+        self, tmp_path: Path, clock: FakeClock
+    ) -> None:
+        path = tmp_path / saved.DIRECTORY / saved.snapshot_name(100, 0, 1)
+        path.mkdir(parents=True)
+        about = {"run": "r7", "step": 100, "attempt": 0, "adopted": "/scratch/step-100.pt"}
+        saved.write_manifest(path, 0, [], about | {"parameters": "p", "world": 1})
+        saved.commit(path, 1, {"run": "r7"})
+        os.utime(path / saved.COMMIT, (1.0, 1.0))
+        assert "is gone" in saved.find_damage(path)
+        one = verifier(clock)
+        one.turn({"r7": (tmp_path,)})
+        assert (results(one), one.news()) == ({}, [])
+
     def test_a_pipe_among_the_files_holds_nobody(self, tmp_path: Path, clock: FakeClock) -> None:
         path = snapshot(tmp_path, 100)
         (path / "manifest-0.json").unlink()
