@@ -214,7 +214,7 @@ class Run:
     ended: float | None = None  # when it was closed or lost
     unwritten: int = 0  # reports that no disk took
     rejected: int = 0  # reports that made no sense
-    rejected_seqs: set[int] = field(default_factory=set)  # the newest of them: each counts once
+    rejects: set[int] = field(default_factory=set)  # hashes of the newest of them
     saved_incidents: tuple[Incident, ...] = ()
     unrevived: bool = False  # the same for the state of a run that has no engine of its own
     unread: bool = False  # from an earlier start: what is on disk of it was not looked at yet
@@ -430,8 +430,9 @@ class Runs:
         """The frames that can be taken, and what is wrong with each of the others.
 
         One that comes alone to be decided is refused as a whole: its trainer is there to hear it.
-        Among others, or late, it must not keep them out for ever, since its trainer would bring
-        the same batch again and again: the rest is taken, and the answer says what was not.
+        Among others, late, or for the second time, it is answered like one that was taken: else its
+        trainer would bring it, and what comes behind it, again and again. The answer says what is
+        wrong with it.
 
         Raises:
             ProtocolError: the only frame of a live message cannot be taken.
@@ -440,15 +441,14 @@ class Runs:
         refused: list[str] = []
         count = len(message.frames)
         for at, raw in enumerate(message.frames):
-            frame: Frame | None = None
             try:
                 frame = messages.decode_frame(raw)
                 _check_frame(run, frame)
             except ProtocolError as error:
                 if not run.rejected:
                     logger.warning("reports refused run=%s why=%s", run.name, str(error)[:500])
-                _reject(run, frame)
-                if count == 1 and not message.late:
+                first = _reject(run, bytes(raw))
+                if count == 1 and not message.late and first:
                     raise
                 refused.append(f"frame {at + 1} of {count}: {error}")
             else:
@@ -1224,7 +1224,7 @@ class Runs:
                 new.registered, new.interval_s = old.registered, old.interval_s
                 new.record, new.theirs = old.record, old.theirs
                 new.last_report, new.unwritten = old.last_report, old.unwritten
-                new.rejected, new.rejected_seqs = old.rejected, old.rejected_seqs
+                new.rejected, new.rejects = old.rejected, old.rejects
                 new.saved_incidents = old.saved_incidents
         if new.record is None:
             self._open(new, first)
@@ -1250,15 +1250,16 @@ class Runs:
         del self.runs[oldest.name]
 
 
-def _reject(run: Run, frame: Frame | None) -> None:
-    """Count a report that makes no sense: once, though its trainer may bring it again."""
-    if frame is not None:
-        if frame.seq in run.rejected_seqs:
-            return
-        if len(run.rejected_seqs) >= MOST_REJECTED:
-            run.rejected_seqs.clear()
-        run.rejected_seqs.add(frame.seq)
+def _reject(run: Run, raw: bytes) -> bool:
+    """Count a report that makes no sense; False when its trainer brings it again."""
+    key = hash(raw)
+    if key in run.rejects:
+        return False
+    if len(run.rejects) >= MOST_REJECTED:
+        run.rejects.clear()
+    run.rejects.add(key)
     run.rejected += 1
+    return True
 
 
 def _left(run: Run, orders: tuple[Command, ...], now: float) -> tuple[float, ...]:
