@@ -15,7 +15,9 @@ Shapes:  vectors float32 (float64 where a tensor is), [n]; places intp [n], whic
          is of; every tensor is in one vector, and in it once.
 Memory:  norms() holds one chunk at a time, 256 kB for float32.
 Purity:  does not wait for the device.
-Errors:  what does not concatenate (sparse among dense, say) is measured one by one.
+Errors:  what does not concatenate (sparse among dense, say) is measured one by one. Nobody looks at
+         each shape again: tensors of one shape whose `.data` have since been given first dimensions
+         that differ, and add up to the same, would share their squares out wrongly.
 """
 
 from __future__ import annotations
