@@ -27,7 +27,7 @@ import torch
 from tests.bench.loop import MODELS, NORMS, Loop, Make, Parts
 from tests.bench.timing import machine, table
 
-WARM = 4
+WARM = 2
 SCALES, IDLE = 1e-3, 1e6  # a clip that always scales, one that never does
 
 

@@ -132,9 +132,9 @@ def many_tensors() -> tuple[Gpt, Tensor]:
 
 
 MODELS: tuple[tuple[str, Make, int], ...] = (  # title, maker, rounds
-    ("10 M parameters, 256 tokens", ten_million, 16),
-    ("10 M parameters, 2,048 tokens", ten_million_long, 6),
-    ("96 blocks, 1,059 tensors, 64 tokens", many_tensors, 16),
+    ("10 M parameters, 256 tokens", ten_million, 8),
+    ("10 M parameters, 2,048 tokens", ten_million_long, 4),
+    ("96 blocks, 1,059 tensors, 64 tokens", many_tensors, 12),
 )
 
 # ---------------------------------------------------------------- timing in place

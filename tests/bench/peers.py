@@ -32,7 +32,7 @@ from torch import Tensor
 from tests.bench.loop import ALL, NORMS, THREE, Loop, Make
 from tests.bench.timing import machine, table
 
-WARM = 3
+WARM = 2
 Silent = contextlib.redirect_stdout
 
 
