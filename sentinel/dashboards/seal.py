@@ -84,7 +84,7 @@ def unsealed(board: dict[str, Any]) -> dict[str, Any]:
 def digest(board: dict[str, Any]) -> str:
     """Of what a board says, whatever number and version Grafana gave it."""
     said = {k: v for k, v in unsealed(board).items() if k not in ("id", "version")}
-    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(_whole(said), sort_keys=True, separators=(",", ":"))
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -129,6 +129,15 @@ def _parts(release: str) -> tuple[int, ...]:
     """The numbers of 1.2.3, without what may follow."""
     match = re.match(r"\d+(?:\.\d+)*", release)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def _whole(value: Any) -> Any:
+    """The same with 1.0 as 1: Grafana knows one kind of number."""
+    if isinstance(value, dict):
+        return {key: _whole(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_whole(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _variables(board: dict[str, Any]) -> list[dict[str, Any]]:

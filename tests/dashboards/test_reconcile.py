@@ -80,6 +80,12 @@ class TestSeal:
         found = {"dashboard": board, "meta": {"folderUid": "sentinel"}}
         assert whose(found, "sentinel") is owner
 
+    def test_a_number_that_grafana_writes_in_its_own_way_is_the_same_number(self) -> None:
+        board = {"uid": "x", "panels": [{"fill": 1.0, "width": 0.5}], "id": 3}
+        rewritten = {"panels": [{"width": 0.5, "fill": 1}], "uid": "x", "version": 9}
+        assert sealing.digest(board) == sealing.digest(rewritten)
+        assert sealing.digest(board) != sealing.digest({**board, "panels": [{"fill": 2.0}]})
+
     def test_one_without_a_mark_or_with_a_broken_one_is_somebody_elses(self) -> None:
         broken = seal(BOARDS[0], 1)
         broken["templating"]["list"][-1]["query"] = "nonsense"
