@@ -238,6 +238,10 @@ def serve(options: argparse.Namespace) -> int:
     )
     if options.port is None and options.uds is None:
         options.port = DEFAULT_PORT
+    for folder in settings.watch:
+        if not folder.is_dir():  # it may come yet; a slip in its name will not
+            said = f"{folder} is not there; its runs are shown once it is"
+            print(f"sentinel serve: --watch: {said}", file=sys.stderr)
     try:
         run_sidecar(
             settings,

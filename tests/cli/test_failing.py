@@ -177,6 +177,19 @@ def test_stale_files_of_a_checkout_are_a_list(
     assert json.loads(capsys.readouterr().out)["stale"] == []
 
 
+def test_a_watched_folder_that_is_not_there_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr("sentinel.sidecar.serve.serve", lambda *a, **k: served.append(a))
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+    assert run("serve", "--watch", str(tmp_path), "--watch", str(tmp_path / "no")) == 0
+    err = capsys.readouterr().err
+    assert f"--watch: {tmp_path / 'no'} is not there; its runs are shown once it is" in err
+    assert err.count("--watch") == 1
+    assert len(served) == 1
+
+
 def test_json_after_the_two_dashes_is_the_other_commands() -> None:
     assert failing.wants_json(["runs", "--json"])
     assert not failing.wants_json(["run", "--", "x", "--json"])
