@@ -90,7 +90,7 @@ class Place:
         self.trouble = ""
         # Of the last call that was plain: the type of its autograd node, the shape of its
         # log-sum-exp, and whether that is kept as it is. The next one is told by them at once.
-        self.kind: type | None = None
+        self.kind: Any = None  # a type
         self.shape: torch.Size | None = None
         self.small = False
 
