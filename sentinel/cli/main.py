@@ -139,11 +139,20 @@ def build_parser() -> argparse.ArgumentParser:
         help="show the runs in this folder too, which need no sidecar; read-only, repeatable",
     )
     serve_.add_argument(
+        "--run-dir",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="RUN_DIR",
+        help="where the trainers that report here keep their runs, if it can be seen from here: "
+        "their snapshots are read again now and then; repeatable",
+    )
+    serve_.add_argument(
         "--verify-every",
         type=float,
         default=24.0,
         metavar="HOURS",
-        help="how often snapshots below --watch are read again (%(default)g); 0: never",
+        help="how often each snapshot is read again (%(default)g); 0: never",
     )
     serve_.add_argument(
         "--verify-rate",
@@ -233,6 +242,7 @@ def serve(options: argparse.Namespace) -> int:
         if options.audit_retention is None
         else options.audit_retention,
         watch=tuple(options.watch),
+        run_dirs=tuple(options.run_dir),
         verify_every_s=options.verify_every * 3600.0,
         verify_bytes_per_s=options.verify_rate * 2**20,
     )

@@ -37,6 +37,7 @@ WATCH_S = 3.0
 TOKENS_S = 1.0
 MARKS_S = 30.0
 VERIFY_S = 30.0
+RESUMED_S = 7 * 86_400.0  # a run that was lost or halted may still be resumed from its snapshots
 LAG_S = 0.25
 LET_GO_S = 3600.0
 DRAIN_S = 5.0
@@ -277,7 +278,15 @@ class Jobs:
             service.people.audit(
                 "snapshot", SIDECAR, outcome=str(checked.result), run=checked.run, detail=told
             )
-        verifier.begin({run.name: service.seen_at(run.name) for run in service.all_runs()})
+        now = service.now()
+        verifier.begin(
+            {
+                run.name: service.seen_at(run.name)
+                for run in service.all_runs()
+                if run.ended is None
+                or now - run.ended <= (DAY_S if run.run_state == "finished" else RESUMED_S)
+            }
+        )
 
     async def _measure_lag(self) -> None:
         timer, health = self._service.timer, self._service.health

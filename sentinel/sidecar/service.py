@@ -58,7 +58,7 @@ class Service:
         self.people.restore()
         self.past = Past(self.runs, self.store)
         self.verifier: Verifier | None = None
-        if settings.watch and settings.verify_every_s:
+        if (settings.watch or settings.run_dirs) and settings.verify_every_s:
             self.verifier = Verifier(
                 every_s=settings.verify_every_s,
                 bytes_per_s=settings.verify_bytes_per_s,
@@ -95,10 +95,13 @@ class Service:
             )
 
     def seen_at(self, run: str) -> tuple[Path, ...]:
-        """Where the files of a trainer may lie, of the folders that are watched."""
+        """Where the files of a trainer may lie."""
         known = self.watched.directories.get(run)
-        below = (folder / run for folder in self.settings.watch)
-        return (*below,) if known is None else (known, *below)
+        folders = self.settings.watch
+        if run in self.runs.runs:
+            folders = (*self.settings.run_dirs, *folders)
+        below = tuple(folder / run for folder in folders)
+        return below if known is None else (known, *below)
 
     def all_runs(self) -> list[Run]:
         """Both kinds."""

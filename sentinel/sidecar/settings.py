@@ -37,7 +37,8 @@ class Settings:
         audit_days: lines of the audit log that are older are deleted.
         grafana: who tells Grafana of what was done, and keeps the dashboards there; see marks.py.
         watch: folders of embedded runs (a trainer's run_dir) that are shown too, read-only.
-        verify_every_s: how often each snapshot on disk below those folders is read again; 0: never.
+        run_dirs: folders in which the trainers that report here keep their runs.
+        verify_every_s: how often each snapshot on disk below all those is read again; 0: never.
         verify_bytes_per_s: at most so fast.
     """
 
@@ -55,6 +56,7 @@ class Settings:
     retention_days: float = 30.0
     audit_days: float = 365.0
     watch: tuple[Path, ...] = ()
+    run_dirs: tuple[Path, ...] = ()
     verify_every_s: float = 86_400.0
     verify_bytes_per_s: float = 32.0 * 2**20
     grafana: Grafana | None = None

@@ -215,9 +215,9 @@ class TestShown:
     def turn(self, service: Service) -> None:
         assert service.verifier is not None
         service.verifier._bytes_per_s = 1e12
-        asyncio.run(Jobs(service).verify())
-        until(lambda: service.verifier is not None and not service.verifier.busy)
-        asyncio.run(Jobs(service).verify())
+        for _ in range(2):  # the second tells what the first has found
+            asyncio.run(Jobs(service).verify())
+            until(lambda: service.verifier is not None and not service.verifier.busy)
 
     def test_a_damaged_one_is_told_once_everywhere_and_the_run_goes_on(
         self,
@@ -277,6 +277,35 @@ class TestShown:
         assert nothing == {"run": "elsewhere", "seen": False, "snapshots": []}
         assert client.get("/v1/runs/nobody/snapshots").status_code == 404
         app.state.service.close()
+
+    def test_of_a_run_dir_only_the_runs_that_report_here_are_read_and_not_for_ever(
+        self, tmp_path: Path, clock: FakeClock
+    ) -> None:
+        settings = Settings(run_dirs=(tmp_path / "runs",))
+        service = Service(settings, clock=clock, timer=lambda: 0.0)
+        for name in ("r7", "finished", "lost", "another"):
+            snapshot(tmp_path / "runs" / name, 100, run=name)
+            if name != "another":
+                reporter = Reporter(service, SimulatedTrainer(seed=1, layers=2), run=name)
+                reporter.register()
+                reporter.steps(2)
+            if name == "finished":
+                reporter.close()
+
+        def read() -> set[str]:
+            self.turn(service)
+            assert service.verifier is not None
+            return {run for run, found in service.verifier.found.items() if found}
+
+        assert read() == {"r7", "finished", "lost"}
+        clock.advance(100.0)
+        service.runs.get("r7").last_heard = clock.now
+        service.runs.expire(clock.now)
+        clock.advance(1.5 * DAY_S)
+        assert read() == {"r7", "lost"}
+        clock.advance(6 * DAY_S)
+        assert read() == {"r7"}
+        service.close()
 
     def test_without_a_watched_folder_nothing_is_read(self, clock: FakeClock) -> None:
         for settings in (Settings(), Settings(watch=(Path("/nowhere"),), verify_every_s=0.0)):
