@@ -31,10 +31,11 @@ from sentinel.sidecar.runs import RefusedError
 from sentinel.sidecar.security import ANYONE, Access, Caller, Limits, Role
 from sentinel.sidecar.settings import Settings
 from sentinel.wire import codec, messages, sense
-from sentinel.wire.messages import Message, Refused
+from sentinel.wire.messages import Message, Refused, Steps
 
 logger = logging.getLogger(__name__)
 
+MOST_REPORT_BYTES = 8 * 2**20  # 100,000 layers x 6 signals are 2.4 MB; a state may be larger
 BODY_S = 60.0  # a whole body must have come by then
 
 # For each address, of those who look and order; trainers are not counted. A page that is open asks
@@ -146,7 +147,7 @@ class Door:
         key, status = keys[0] if keys else "", 200
         answer: Message
         try:
-            body = await self.body(request)
+            body = await self.body(request, MOST_REPORT_BYTES if kind is Steps else 0)
             genuine = [k for k in keys if messages.sealed(k, path, body, given)]
             if not genuine:
                 raise RefusedError(
@@ -185,7 +186,7 @@ class Door:
         """One JSON request, with its refusals as JSON too."""
         try:
             self.let_in(request, role)
-            body = b"" if request.method == "GET" else await self.body(request)
+            body = b"" if request.method == "GET" else await self.body(request, MOST_REPORT_BYTES)
             status, value = serve(body)
         except (RefusedError, ProtocolError, ConfigError) as error:
             return refusal(error)

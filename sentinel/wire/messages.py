@@ -19,7 +19,7 @@ from __future__ import annotations
 import hmac
 import re
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -32,6 +32,12 @@ from sentinel.wire.codec import HASH_BYTES, WireDecision, WireEvent, WireObserva
 PROTOCOL_VERSION = 1
 SEAL_HEADER = "sentinel-seal"
 CONTENT_TYPE = "application/msgpack"
+
+# Checked from the header of each array, before anything is made of it: a small message must not
+# become gigabytes of objects.
+MOST_FRAMES = 1024
+MOST_LAYERS = 100_000
+MOST_MOVES = 1024
 
 # Run ids that a sidecar takes: they stand in URLs, labels and file names.
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}")
@@ -86,7 +92,7 @@ class Register(Message, kw_only=True, frozen=True):
     policy: bytes
     pinned: bool = True
     first: int = 0
-    layers: tuple[Layer, ...] = ()
+    layers: Annotated[tuple[Layer, ...], msgspec.Meta(max_length=MOST_LAYERS)] = ()
     info: dict[str, str] = {}
 
 
@@ -132,7 +138,7 @@ class Frame(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     seq: int
     attempt: int = 0
     observation: WireObservation
-    moves: tuple[Move, ...] = ()
+    moves: Annotated[tuple[Move, ...], msgspec.Meta(max_length=MOST_MOVES)] = ()
     state_hash: bytes = b""
     own: WireDecision | None = None
 
@@ -168,7 +174,7 @@ class Steps(Message, kw_only=True, frozen=True):
     policy_hash: bytes
     late: bool = False
     counts: Counts | None = None
-    frames: tuple[msgspec.Raw, ...]
+    frames: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MOST_FRAMES)]
 
 
 class Reply(Message, kw_only=True, frozen=True, omit_defaults=True):

@@ -87,6 +87,21 @@ def test_a_body_that_cannot_be_taken(
     run(test)
 
 
+@pytest.mark.parametrize("kind", ["application/json", messages.CONTENT_TYPE])
+def test_a_report_of_more_than_8_mib_is_not_read(kind: str) -> None:
+    async def test() -> None:
+        async with sidecar() as at:
+            body = b" " * (door.MOST_REPORT_BYTES + 1)
+            headers = {"content-type": kind}
+            got = await at.uds.post("/v1/runs/r/steps", content=body, headers=headers)
+            assert (got.status_code, b"8388608 bytes" in got.content) == (413, True)
+            # A state may be larger: this one is read, and is none.
+            got = await at.uds.put("/v1/runs/r/state", content=body, headers=headers)
+            assert got.status_code == 400
+
+    run(test)
+
+
 def test_too_many_says_when_it_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "REQUESTS_AT_ONCE", 1)
 

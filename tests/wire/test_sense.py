@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -164,3 +165,35 @@ def test_an_answer_of_a_later_version_can_be_read_by_an_earlier_trainer() -> Non
     assert (old.seq, old.recorded) == (1, True)
     same = messages.encode_message(messages.Reply(**said))
     assert b"refused" not in same
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "field", "most"),
+    [
+        (messages.Steps, {"fence": 1, "policy_hash": b""}, "frames", messages.MOST_FRAMES),
+        (messages.Register, {"policy": b""}, "layers", messages.MOST_LAYERS),
+    ],
+)
+def test_a_message_of_nothing_but_elements_is_refused_before_they_are_made(
+    kind: Any, message: dict[str, Any], field: str, most: int
+) -> None:
+    head = msgspec.msgpack.encode({"v": 1, "run": "r", "incarnation": "i"} | message)
+    size = 2_000_000
+    data = bytes([head[0] + 1]) + head[1:] + msgspec.msgpack.encode(field)
+    data += b"\xdd" + size.to_bytes(4, "big") + b"\xc0" * size
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match=rf"length <= {most} - at `\$\.{field}`"):
+            messages.decode_message(kind, data)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_frame_of_nothing_but_moves_is_refused() -> None:
+    move = messages.WireOutcome(1, 0, True)  # type: ignore[arg-type]
+    frame = messages.Frame(
+        seq=1, observation=WireObservation(3), moves=(move,) * (messages.MOST_MOVES + 1)
+    )
+    with pytest.raises(ProtocolError, match=r"length <= 1024 - at `\$\.moves`"):
+        messages.decode_frame(messages.encode_frame(frame))
