@@ -1085,7 +1085,10 @@ class Session:
         if saving.first_due:
             saving.take_first()
         elif self._restore_due is not None:
-            saving.restore(self._restore_due)
+            decision = self._restore_due
+            if council is None:
+                self._restore_due = None  # what was half done is not begun again
+            saving.restore(decision)
             self._restore_due = None
         elif self._deferred is not None:
             saving.restore_deferred(*self._deferred)

@@ -197,6 +197,22 @@ def test_a_disk_that_takes_no_ledger_hurts_no_step_and_it_is_told(tmp_path: Path
     one.session.detach()
 
 
+def test_a_rollback_that_broke_half_way_is_not_begun_again(tmp_path: Path) -> None:
+    one = Process(tmp_path).steps(20)
+    one.go_wrong()
+    seen: list[int] = []
+
+    def breaks(step: int) -> Any:
+        seen.append(step)
+        raise RuntimeError("half of it is copied")
+
+    one.session._store.restore = breaks  # type: ignore[method-assign]
+    one.steps(4)
+    assert len(seen) == 1
+    assert dict(one.session.status().counters.rollbacks) == {"nonfinite_loss/failed": 1}
+    one.session.detach()
+
+
 # ---------------------------------------------------------------- found again
 
 
