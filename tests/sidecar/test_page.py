@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from importlib.resources import files
 from typing import Any
 
 import pytest
 
 from sentinel import __version__
+from sentinel.core.policy import Rules
 from tests.sidecar.test_app import run, sidecar
 
 PAGE = files("sentinel.sidecar.page")
@@ -86,3 +88,16 @@ def test_what_the_files_import_is_there() -> None:
 
 def test_no_style_and_no_handler_is_inline() -> None:
     assert not re.findall(r"\sstyle=|\son\w+=|<script>|<style", TEXTS["index.html"])
+
+
+FLAGS = [f.name for f in fields(Rules)]
+FLAGS = FLAGS[FLAGS.index("level_shift") :]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_flag_has_a_title_and_first_steps(flag: str) -> None:
+    assert re.search(rf'^  {flag}: "[A-Z]', TEXTS["words.js"], re.MULTILINE)
+    if flag != "level_shift":  # stands with what was acted on
+        assert re.search(
+            rf'^  {flag}: {{\n    means: ".+",\n    steps: \[', TEXTS["todo.js"], re.MULTILINE
+        )

@@ -212,6 +212,8 @@ export class LineChart {
 
   #marks(svg, marks, px, base, shownKinds, width) {
     const taken = new Set();
+    // A wall of lines would hide the curve: of many marks only the grave ones keep theirs.
+    const many = marks.filter((m) => m.kind !== "spike" && m.kind !== "advice").length > width / 12;
     for (const mark of marks) {
       shownKinds.set(mark.kind, (shownKinds.get(mark.kind) ?? 0) + 1);
       const x = px(mark.step);
@@ -220,7 +222,7 @@ export class LineChart {
       if (taken.has(spot)) continue;
       taken.add(spot);
       const y = LANES[mark.kind] ?? 14;
-      if (mark.kind !== "spike" && mark.kind !== "advice") {
+      if (many ? ["rollback", "halt"].includes(mark.kind) : mark.kind !== "spike" && mark.kind !== "advice") {
         svg.append(s("line", { class: `stem k-${mark.kind}`, x1: x, x2: x, y1: y + 3, y2: base }));
       }
       svg.append(s("text", { class: `sign k-${mark.kind}`, x, y, "text-anchor": "middle" }, MARKS[mark.kind][0]));

@@ -31,7 +31,7 @@ export class Incidents {
     this.element = h("div", { class: "cols" },
       h("section", { tabindex: "-1", "aria-labelledby": "incidents-title" }, h("h2", { id: "incidents-title" }, "Incidents"), list("acted")),
       h("section", { tabindex: "-1", "aria-labelledby": "advice-title" }, h("h2", { id: "advice-title" }, "Advice"),
-        h("p", { class: "mute" }, "Signs worth a look in working hours. Nothing was done about them, and nothing will be."), list("advice")));
+        list("advice")));
   }
 
   // Newest first.
@@ -94,7 +94,8 @@ export class Incidents {
     const all = this[which], list = this[`${which}List`];
     if (!all.length) { replace(list, h("p", { class: "empty" }, empty)); return; }
     const some = all.slice(0, this.most[which]), left = all.length - some.length;
-    replace(list, h("ul", { class: "list", "data-key": which }, some.map((i) => this.#item(i, which))),
+    replace(list, which === "advice" ? h("p", { class: "mute", "data-key": "intro" }, "Signs worth a look in working hours. Nothing was done about them, and nothing will be.") : null,
+      h("ul", { class: "list", "data-key": which }, some.map((i) => this.#item(i, which))),
       left ? h("button", { type: "button", class: "small more", "data-key": `more-${which}`, onclick: () => { this.most[which] += 20; this.#paint(); } },
         left > 20 ? `Show 20 of ${left} more` : `Show ${left} more`) : null);
   }

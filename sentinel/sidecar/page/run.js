@@ -50,6 +50,7 @@ export class RunView {
       h("summary", {}, "The newest steps as a table"),
       this.recentRows = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The newest steps" }));
     this.element = h("div", {},
+      h("p", { class: "back" }, h("a", { href: "#/" }, "← All runs")),
       place("head", { class: "head" }), place("notes"), place("facts"),
       h("section", { class: "plain", "aria-label": "Orders" }, place("actions", { class: "row actions" }), place("orders")),
       this.list.element,
@@ -118,7 +119,7 @@ export class RunView {
     this.badges = [badge(STATES[run.state] ?? unknown(run.state)), live ? badge(PROTECTIONS[run.protection] ?? unknown(run.protection ?? "protection not known yet")) : null];
     const notes = [];
     if (live && run.protection === "off") notes.push(["bad", `Protection is off: ${offBecause(run)}`]);
-    else if (live && run.protection) notes.push([run.protection === "blind" ? "bad" : "", `Protection: ${PROTECTION_MEANS[run.protection] ?? run.protection}.`]);
+    else if (live && run.protection && run.protection !== "armed") notes.push([run.protection === "blind" ? "bad" : "", `Protection: ${PROTECTION_MEANS[run.protection] ?? run.protection}.`]);
     if (run.step === null) notes.push(["", run.state === "running" ? "The trainer has registered and not reported a step yet." : "The run ended before a step was reported, or its record has not been read since the sidecar was started."]);
     if (!run.decides) notes.push(["warn", `This sidecar only records the run: ${run.reason}`]);
     if (live && ledger.stopped) notes.push(["bad", "The rollback budget is spent: training goes on, only non-finite steps and extreme norms are still skipped. A person is needed; “Resume” refills the budget."]);
@@ -238,6 +239,9 @@ export class RunView {
   #head() {
     const { acted, advice } = this.list.open;
     const button = (which, tone, text) => h("button", { type: "button", class: `badge jump ${tone}`, "data-key": `jump-${which}`, onclick: () => this.list.to(which) }, text);
+    // Among a dozen tabs: which one needs somebody.
+    const needed = acted > 0 || ["lost", "halted"].includes(this.about.state);
+    document.title = `${needed ? "! " : ""}${this.name} · Sentinel`;
     replace(this.spots.head, h("h1", {}, this.name), this.badges,
       acted ? button("acted", "bad", `! ${acted} open ${acted === 1 ? "incident" : "incidents"}`) : null,
       advice ? button("advice", "mute", `△ ${advice} ${advice === 1 ? "piece" : "pieces"} of advice`) : null);

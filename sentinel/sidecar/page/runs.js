@@ -3,7 +3,7 @@
 import { ask } from "/assets/api.js";
 import { h, replace } from "/assets/dom.js";
 import { badge, since, unknown } from "/assets/parts.js";
-import { DASH, PROTECTIONS, STATES, missing, shown, step } from "/assets/words.js";
+import { DASH, PROTECTIONS, STATES, shown, step } from "/assets/words.js";
 
 const FILTER_FROM = 10, OVER_AT_FIRST = 20;
 const COLUMNS = ["Run", "State", "Protection", "Incidents", "Step", "Loss", "Gradient norm", "Last report"];
@@ -13,6 +13,8 @@ const acted = (run) => (run.open_incidents === null ? null : run.open_incidents 
 const bare = (run) => run.state === "running" && run.step !== null && run.mode !== "observe" && ["off", "blind"].includes(run.protection);
 const rank = (run) => (run.state === "lost" ? 0 : run.state === "halted" ? 1 : run.state === "running" ? (bare(run) ? 2 : acted(run) ? 3 : 4) : 5);
 const plural = (n, what) => `${n} ${what}`;
+// Of a run from before the sidecar's start the list may lack what opening the run reads.
+const unread = (run) => (run.state === "running" ? (run.step === null ? "none yet" : "not known") : "not at hand");
 
 export class RunsView {
   constructor() {
@@ -63,7 +65,7 @@ export class RunsView {
 
   #row(run) {
     const cell = (label, ...children) => h("td", { role: "cell", "data-label": label, class: children[0]?.className === "mute" ? "bare" : null }, h("span", {}, children));
-    const value = (text) => (text === DASH ? h("span", { class: "mute" }, missing(run)) : text);
+    const value = (text) => (text === DASH ? h("span", { class: "mute" }, unread(run)) : text);
     const protection = run.step === null || run.state !== "running" ? h("span", { class: "mute" }, { running: "none yet", lost: "not known" }[run.state] ?? "over")
       : badge(PROTECTIONS[run.protection] ?? unknown(run.protection ?? "not known"));
     return h("tr", { role: "row", "data-key": `row-${run.run}`, class: rank(run) < 4 ? "look" : null },
@@ -79,7 +81,7 @@ export class RunsView {
 
   #incidents(run) {
     const open = acted(run), advice = run.open_advice ?? 0;
-    if (open === null) return h("span", { class: "mute" }, run.state === "running" ? "not known" : "not recorded");
+    if (open === null) return h("span", { class: "mute" }, unread(run));
     if (!open && !advice) return h("span", { class: "mute" }, "none");
     return [open ? badge(["!", run.state === "finished" ? "mute" : "bad", `${open} open`]) : null,
       open && advice ? " " : null, advice ? badge(["△", "mute", `${advice} advice`]) : null];

@@ -48,7 +48,7 @@ const FLAGS = {
   },
   collapse: {
     means: "The tokens of a block's output hardly differ: it passes one vector on. Young models do so for a while.",
-    steps: ["In the first few hundred steps: wait.", "Later: another activation, normalisation or residual connection in the named blocks."],
+    steps: ["In the first hundreds of steps: wait.", "Later: another activation, normalisation or residual connection in the named blocks."],
     map: "layer_activation_rms",
   },
   norm_trend: {
@@ -85,7 +85,7 @@ const FLAGS = {
   },
   headroom: {
     means: "Little memory of the device is free; peaks of communication need some, and an out-of-memory error ends the run.",
-    steps: ["Write a checkpoint now, if the last one is old.", "Keep 15 % free: smaller micro-batches, or shard more."],
+    steps: ["Write a checkpoint now, if the last one is old.", "Which kind grows (Memory, below)? Activations or other that grow step by step are a leak: detach what you keep.", "Flat: smaller micro-batches, or shard more. Keep 15 % free."],
   },
   throughput: {
     means: "Training has become slower, lastingly. The model is in no danger.",
@@ -98,6 +98,11 @@ const LOOK = "Look at what they have in common: the batches, the learning rate, 
 
 // An Instability incident by the gravest thing about it, the gravest first.
 const KINDS = [
+  [(i) => i.actions?.length > 0 && i.actions.every(([, action]) => action.startsWith("would_")), {
+    name: "only observed", more: SETTLED,
+    means: "The policy only observes: nothing was done, and whatever happened is in the weights.",
+    steps: ["Is the loss back on its curve? If not, go back to a checkpoint from before it.", "A policy that acts would have done what stands above; choose it with attach(policy=...)."],
+  }],
   [(i) => /^rollback failed|no usable snapshot/.test(i.summary), {
     name: "a rollback failed", more: [OPERATING, "SentinelRollbackFailed"],
     means: "A rollback was needed and not done. The step was skipped and the learning rate cut; the damage is in the weights.",
@@ -132,11 +137,6 @@ const KINDS = [
       "Three within 2,000 steps spend the budget, and the run then trains on unprotected.",
     ],
   }],
-  [(i) => (i.actions ?? []).some(([, action]) => action.startsWith("would_")), {
-    name: "only observed", more: SETTLED,
-    means: "The policy only observes: nothing was done, and whatever happened is in the weights.",
-    steps: ["Is the loss back on its curve? If not, go back to a checkpoint from before it.", "A policy that acts would have done what stands above; choose it with attach(policy=...)."],
-  }],
   [(i) => (i.actions ?? []).some(([, , rule]) => /^nonfinite/.test(rule)) || /\b(nan|inf)\b/i.test(i.summary), {
     name: "NaN or inf", more: [OPERATING, "SentinelNonFinite"],
     means: "A loss or a gradient was not a number. No parameter and no optimizer state moved in the skipped steps.",
@@ -160,14 +160,18 @@ const KINDS = [
 ];
 
 const LEVEL = {
-  name: "", more: SETTLED,
-  means: "The loss settled on another level, and stayed there for so long that it is the new baseline. It is not undone: this incident stays open until somebody takes it.",
-  steps: ["Look at what changed at that step: the data, their mixture, the learning rate, the code.", "Explained and meant: acknowledge it, which ends it.", "Not explained: go back to a checkpoint from before, and leave that stretch of data out."],
+  name: "", more: [OPERATING, "level_shift"],
+  means: "The loss has settled well above its level, without a spike, and nothing was undone. Where the new level was accepted, this stays open until somebody takes it.",
+  steps: [
+    "Look at what changed at that step: the data or their mixture, the batch size, the learning rate, the code.",
+    "Explained: acknowledge it.",
+    "Not explained: the weights were damaged slowly. Compare with the last healthy snapshot (`sentinel command RUN rollback`), and lower the learning rate.",
+  ],
 };
 
 const RUNBOOKS = { attention_logit: "SentinelQkNorm" };  // the others have their own names
 
-const UNKNOWN = { means: "This page does not know that kind: the sidecar's is newer, or the trainer's.", steps: [] };
+const UNKNOWN = { more: [OPERATING, "Flags"], means: "This page does not know that kind: the sidecar's is newer, or the trainer's.", steps: [] };
 
 export function guide(incident) {
   const { key } = incident;
