@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from sentinel.traces.snapshots import (
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 YOUNG_S = 60.0  # just written: its trainer is busy, and it is still in memory
 MOST_SNAPSHOTS = 1000  # of one run that are looked at
 LOWEST = 19  # nice
+MOST_CACHED = 64 * 2**20  # of a large snapshot in the page cache at once
 
 
 class Result(StrEnum):
@@ -100,6 +102,7 @@ class Verifier:
         self._news: deque[Checked] = deque()
         self.found: Mapping[str, Mapping[str, Checked]] = {}
         self.read_bytes = 0
+        self._cached = 0
 
     @property
     def busy(self) -> bool:
@@ -176,7 +179,7 @@ class Verifier:
             if about.health in (Health.TORN, Health.UNHEALTHY):
                 return  # never used
             _leave_cache(path)
-            reason = find_damage(path, run=run, pace=self._pace)
+            reason = find_damage(path, run=run, pace=partial(self._pace, path))
             _leave_cache(path)
         if reason and not (path / COMMIT).exists():
             return  # its trainer has deleted it: the COMMIT goes first
@@ -201,8 +204,12 @@ class Verifier:
         self.found = {**self.found, run: {**known, checked.name: checked}}
         self._news.append(checked)
 
-    def _pace(self, size: int) -> None:
+    def _pace(self, path: Path, size: int) -> None:
         self.read_bytes += size
+        self._cached += size
+        if self._cached >= MOST_CACHED:
+            self._cached = 0
+            _leave_cache(path)
         if self._stop.wait(size / self._bytes_per_s):
             raise _StoppedError
 

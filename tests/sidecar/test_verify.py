@@ -190,6 +190,17 @@ class TestReading:
         assert sum(waits) == pytest.approx((5 * MIB + 100) / (2 * MIB))
         assert max(waits) <= 0.5
 
+    def test_a_large_one_does_not_fill_the_page_cache(
+        self, tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        snapshot(tmp_path, 100, size=9 * MIB)
+        left: list[int] = []
+        one = verifier(clock)
+        monkeypatch.setattr(verifying, "MOST_CACHED", 2 * MIB)
+        monkeypatch.setattr(verifying, "_leave_cache", lambda path: left.append(one.read_bytes))
+        one.turn({"r7": (tmp_path,)})
+        assert left == [0, 2 * MIB, 4 * MIB, 6 * MIB, 8 * MIB, 9 * MIB + 100]
+
     def test_it_stops_in_the_middle_of_a_large_file(self, tmp_path: Path, clock: FakeClock) -> None:
         snapshot(tmp_path, 100, size=20 * MIB)
         one = verifier(clock, bytes_per_s=1.0 * MIB)
