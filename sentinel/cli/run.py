@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         for name in ("policy", "mode", "run_dir"):
             if getattr(options, name) is not None:
-                raise ConfigError(
+                raise UsageError(
                     f"--{name.replace('_', '-')} is for --attach; a script that calls "
                     f"sentinel.attach() gives {name}= there"
                 )

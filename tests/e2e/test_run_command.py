@@ -197,16 +197,16 @@ def test_the_exit_status_is_the_commands_and_its_own_sitecustomize_still_runs(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "message", "status"),
     [
-        ([], "run needs a command"),
-        (["--policy", "observe", "--", "true"], "--policy is for --attach"),
-        (["--no-sidecar", "--", "no-such-program"], "cannot run 'no-such-program'"),
-        (["--attach", "--policy", "nowhere.toml", "--", "true"], "nowhere.toml"),
+        ([], "run needs a command", 2),
+        (["--policy", "observe", "--", "true"], "--policy is for --attach", 2),
+        (["--no-sidecar", "--", "no-such-program"], "cannot run 'no-such-program'", 1),
+        (["--attach", "--policy", "nowhere.toml", "--", "true"], "nowhere.toml", 1),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_the_way_out(
-    arguments: list[str], message: str, tmp_path: Path
+    arguments: list[str], message: str, status: int, tmp_path: Path
 ) -> None:
-    done = call(sentinel_run(*arguments), tmp_path, status=1)
+    done = call(sentinel_run(*arguments), tmp_path, status=status)
     assert message in done.stderr

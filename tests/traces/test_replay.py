@@ -388,6 +388,9 @@ def test_the_command_explains_a_wrong_place_and_a_wrong_policy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command("nowhere", "--run-dir", str(tmp_path)) == 2
+    assert "there is no run 'nowhere'" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert command("empty", "--run-dir", str(tmp_path)) == 2
     assert "holds no trace" in capsys.readouterr().err
     assert command(str(tmp_path), "--policy", str(tmp_path / "none.toml")) == 2
     assert "policy" in capsys.readouterr().err
