@@ -241,12 +241,13 @@ class Loop:
         torch.manual_seed(0)
         self.model, self.ids = make()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+        self.parameters = list(self.model.parameters())
         self.clip = clip
         self.attempt = 0
         self.session: Any = None
         self._per_call, self._per_module = clock_ns(), dispatch_ns()
         self.meters = {n: Meter() for n in ("gate", "around", "hooks", "clip", "pass", "flat")}
-        self.flat = torch.randn(sum(p.numel() for p in self.model.parameters()))
+        self.flat = torch.randn(sum(p.numel() for p in self.parameters))
         if signals is None:
             return
         self.session = sentinel_hooks.attach(
@@ -315,12 +316,12 @@ class Loop:
             if look is not None:
                 look()
             if self.session is None and not self.clip:
-                grads = [p.grad for p in self.model.parameters()]
+                grads = [p.grad for p in self.parameters]
                 meters["pass"].timed(torch._foreach_norm)(grads, 2)
                 meters["flat"].timed(torch.dot)(self.flat, self.flat)
             if self.clip:
                 clip = meters["clip"].timed(torch.nn.utils.clip_grad_norm_)
-                clip(self.model.parameters(), self.clip)
+                clip(self.parameters, self.clip)
             self.optimizer.step()
             whole = time.process_time_ns() - start
         hooked = [m for m in self.model.modules() if m._forward_hooks or m._forward_pre_hooks]

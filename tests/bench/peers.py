@@ -2,7 +2,8 @@
 
     print(report("10 M parameters, 256 tokens", ten_million, 12))     bench_signals.py does
 
-Those that are installed: `pip install --group bench`.
+Those that are installed: `pip install --group bench`. Composer's OptimizerMonitor is not among them:
+it wants a torch before 2.7.1.
 
 Whole steps as CPU time, attached and not: other tools cannot be timed in place. Each tool has a
 model of its own, as has the bare loop, and all take turns in random order; medians of the ratios to
@@ -162,14 +163,6 @@ def _gradviz(loop: Loop) -> Peer:
     return Peer(loop.optimizer, end=viz.step, close=viz.detach)
 
 
-def _composer(loop: Loop) -> Peer:
-    from composer.callbacks import (  # type: ignore[import-not-found,unused-ignore]
-        OptimizerMonitor,
-    )
-
-    raise ImportError(f"{OptimizerMonitor} needs its own trainer here")
-
-
 PEERS: tuple[tuple[str, str, Callable[[Loop], Peer]], ...] = (
     ("wandb.watch, gradients", "wandb", _wandb("gradients")),
     ("wandb.watch, all", "wandb", _wandb("all")),
@@ -180,7 +173,6 @@ PEERS: tuple[tuple[str, str, Callable[[Loop], Peer]], ...] = (
     ("trainpulse, loss and total norm", "trainpulse", _trainpulse),
     ("trainscope", "trainscope", _trainscope),
     ("gradviz", "gradviz", _gradviz),
-    ("Composer OptimizerMonitor", "composer.callbacks", _composer),
 )
 
 
