@@ -2,8 +2,8 @@
 
     print(report("10 M parameters, 256 tokens", ten_million, 12))     bench_signals.py does
 
-Those that are installed: `pip install --group bench`. Composer's OptimizerMonitor is not among them:
-it wants a torch before 2.7.1.
+Those that are installed: `pip install --group bench`. Composer's OptimizerMonitor is not among
+them: it wants a torch before 2.7.1.
 
 Whole steps as CPU time, attached and not: other tools cannot be timed in place. Each tool has a
 model of its own, as has the bare loop, and all take turns in random order; medians of the ratios to
