@@ -347,7 +347,8 @@ def test_a_sidecar_that_dies_is_seen_to_be_stale_and_back(browser: Any) -> None:
             ["0 layers", "NaN"],
         ),
         ("nan-loss", ["NaN", "no finite value in this range"], ["Loss 0", "undefined"]),
-        ("observing", ["only observing, would have skipped"], ["undefined"]),
+        # What an acting policy would have done was not done.
+        ("observing", ["only observing, would have skipped", "never"], ["Rolled back\n1"]),
         (
             "nothing-yet",
             ["no step has reported a loss yet", "ended before a step was reported"],
@@ -779,6 +780,8 @@ def test_what_was_not_recorded_is_said_and_not_a_bare_dash(
         "grad_norm": None,
         "step": None,
         "gauges": {},
+        "skipped": None,
+        "rolled_back": None,
     }
     with opened(browser, finished.url) as seen:
         page = seen.page

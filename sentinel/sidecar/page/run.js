@@ -133,14 +133,20 @@ export class RunView {
     const factor = number(run.decision?.lr_factor) ?? 1;
     const counters = ledger.counters ?? {};
     const total = (pairs) => (pairs ?? []).reduce((n, [, count]) => n + count, 0);
+    // A rollback that was due and not done (RULE/none, RULE/failed) is none.
+    const undone = (counters.rollbacks ?? []).filter(([what]) => !what.endsWith("/restored")), vain = total(undone);
+    const skipped = run.skipped ?? (run.ledger ? total(counters.skipped) : null);
+    const back = run.rolled_back ?? (run.ledger ? total(counters.rollbacks) - vain : null);
     const fact = (name, value, more) => h("div", {}, h("dt", {}, name), h("dd", {}, value, value === DASH ? h("small", {}, missing(run)) : more ? h("small", {}, more) : null));
     replace(this.spots.facts, h("dl", { class: "facts" },
       fact("Step", step(run.step), run.ledger?.attempt ? `attempt ${run.ledger.attempt}` : null),
       fact("Loss", shown(run.loss), readings.loss_baseline !== undefined && readings.loss_baseline !== null ? `expected ${shown(readings.loss_baseline)}` : null),
       fact("Gradient norm", shown(run.grad_norm), readings.norm_baseline ? `mean ${shown(readings.norm_baseline)}` : null),
       fact("Learning rate", !run.decision ? DASH : factor === 1 ? "as scheduled" : `× ${shown(factor, 3)}`, !run.decision || factor === 1 ? null : "of the schedule"),
-      fact("Skipped", total(counters.skipped) || (run.ledger ? "none" : DASH)),
-      fact("Rolled back", total(counters.rollbacks) || (run.ledger ? "never" : DASH), ledger.last_target !== null && ledger.last_target !== undefined && total(counters.rollbacks) ? `last to step ${step(ledger.last_target)}` : null),
+      fact("Skipped", skipped === null ? DASH : step(skipped) === "0" ? "none" : step(skipped)),
+      fact("Rolled back", back === null ? DASH : back || "never", [
+        back && Number.isInteger(ledger.last_target) ? `last to step ${step(ledger.last_target)}` : "",
+        vain && run.mode !== "observe" ? `${vain} could not be done` : ""].filter(Boolean).join("; ")),
       fact("Healthy snapshot", healthy.length ? step(Math.max(...healthy)) : run.ledger ? "none" : DASH, healthy.length ? "newest" : null),
       run.gauges?.tokens_per_second === undefined ? null : fact("Tokens per second", shown(run.gauges.tokens_per_second)),
       run.gauges?.clipped_step_ratio === undefined ? null : fact("Clipped steps", `${shown(100 * number(run.gauges.clipped_step_ratio), 3)} %`),
