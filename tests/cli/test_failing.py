@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sentinel.cli import failing, words
+from sentinel.cli import failing, remote, words
 from sentinel.cli import main as cli
 from sentinel.sidecar.openapi import CODES
 from tests.cli.test_remote import CONTROL, JsonTrainer, say, served
@@ -32,6 +32,12 @@ REMOTE: tuple[tuple[str, ...], ...] = (
     ("ack", "r7:1"),
     ("silence", "r7:1", "--for", "1h"),
 )
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine under load is no sidecar that does not answer."""
+    monkeypatch.setattr(remote, "DEADLINE_S", 60.0)
 
 
 def run(*arguments: str) -> int:
