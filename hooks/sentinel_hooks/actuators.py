@@ -8,6 +8,9 @@
     cut.cut()                          every group's lr times 0.5
     cut.undo()                         the very objects that were there before
 
+    found = Found(optimizer, flag)     a fused kernel moves nothing where flag is 1.0
+    found.take_back()
+
 Remembering comes first and acting may be done twice: after an error in the middle of it nothing is
 lost, and a second try does not cut what is cut already.
 
@@ -102,3 +105,15 @@ class ScaledLr:
             if kept is not None:
                 original.copy_(kept)
             group["lr"] = original
+
+
+class Found:
+    """`found_inf` of one fused optimizer, for the length of one step()."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, flag: Tensor) -> None:
+        self._optimizer: Any = optimizer
+        optimizer.found_inf = flag  # type: ignore[attr-defined]
+
+    def take_back(self) -> None:
+        """As if it had never been there."""
+        del self._optimizer.found_inf

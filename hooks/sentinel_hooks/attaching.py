@@ -33,7 +33,7 @@ from sentinel.core.types import Mode
 from sentinel.traces import ledger
 from sentinel.traces import snapshots as stored
 from sentinel.wire import codec, messages
-from sentinel_hooks import adapters, outlets, waiting
+from sentinel_hooks import adapters, late, outlets, waiting
 from sentinel_hooks.adapters import plain
 from sentinel_hooks.errors import AttachError, StillHalted
 from sentinel_hooks.layers import LayerTable
@@ -78,6 +78,7 @@ def attach(
     batch_id: Callable[[], str] | None = None,
     norm_fn: Callable[[], Any] | None = None,
     webhook: str | None = None,
+    reads: str = "now",
 ) -> Session:
     """Watch a training loop, and undo the step that breaks it.
 
@@ -104,6 +105,8 @@ def attach(
         batch_id: called once a step; names the batch in reports.
         webhook: an address that is posted a JSON object when something happens; default
             $SENTINEL_WEBHOOK, else none. Of several ranks the first one tells.
+        reads: "now": one read of the device a step. "late": none on calm steps; fused SGD, Adam,
+            AdamW and Adagrad, one process, no GradScaler (docs/signals.md).
         norm_fn: called at the gate, returns the global gradient norm, where ours would be wrong.
 
     Raises:
@@ -111,7 +114,14 @@ def attach(
             halted and nobody has cleared that, or another live process trains it.
         ConfigError: the policy or another setting makes no sense.
     """
+    if reads not in ("now", "late"):
+        raise AttachError(f"reads must be 'now' or 'late', got {reads!r}")
     if trainer is not None:
+        if reads == "late":
+            raise AttachError(
+                "reads='late' needs the objects of the loop, and attach() was given a trainer; "
+                "give it model= and optimizer=, or leave reads='now'"
+            )
         for name, value in (
             ("model", model),
             ("optimizer", optimizer),
@@ -149,6 +159,8 @@ def attach(
                     "use the one that is there"
                 )
         _check_options(loss_fn, batch_id, norm_fn, signals, snapshots, record)
+        if reads == "late":
+            decide = _check_late(target, decide, norm_fn)
         directory = _directory(run_dir)
         chosen = Policy.load(policy).with_mode(mode)
         _run_id(run_id)
@@ -212,6 +224,7 @@ def attach(
         outlets=_outlets(beginning, directory, table, record, address, together.rank),
         first_save=beginning.first_save,
         sharers=int(os.environ.get("LOCAL_WORLD_SIZE") or together.world),
+        late=reads == "late",
     )
     if apart:
         session.stand_aside(f"not all ranks are attached: {apart}")
@@ -501,6 +514,28 @@ def _check_options(
             )
     if not isinstance(record, bool):
         raise AttachError(f"record must be True or False, got {record!r}")
+
+
+def _check_late(target: Target, decide: str | None, norm_fn: Any) -> str:
+    """Refuse what cannot be read late; returns `decide`."""
+    now = "or leave reads='now'"
+    if meeting.world_size() > 1:
+        raise AttachError(
+            f"reads='late' is for one process, and here are {meeting.world_size()} ranks, which "
+            f"agree on what they measured at every step; leave reads='now'"
+        )
+    if decide == Decide.SIDECAR:
+        raise AttachError(
+            "reads='late' cannot wait for a sidecar, which is told one step later; pass "
+            f"decide='trainer', {now}"
+        )
+    if norm_fn is not None:
+        raise AttachError(
+            f"reads='late' cannot use norm_fn, whose number is read at every step; leave it out, "
+            f"{now}"
+        )
+    late.check_target(target)
+    return str(Decide.TRAINER)
 
 
 def _check_loss_fn(loss_fn: Any) -> None:

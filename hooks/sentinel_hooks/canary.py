@@ -151,6 +151,7 @@ class Canary:
         self._loss_fn = loss_fn
         self._kept: deque[Recording] = deque(maxlen=age // SPACING + 3)
         self._current: Recording | None = None
+        self._aside: Recording | None = None
         self._outside = False
         self._seen_call = False
         self._seen_output = False
@@ -172,7 +173,7 @@ class Canary:
     def clear(self) -> None:
         """The data changed lawfully: batches kept so far are no canaries any more."""
         self._kept.clear()
-        self._current = None
+        self._current = self._aside = None
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -209,7 +210,8 @@ class Canary:
         if current is not None and current.call is call and not current.ended:
             self._current = current = None  # it raised: its batch has no loss
         free = current is None or (outside and not self._outside)
-        return free and (not self._kept or step - self._kept[-1].step >= SPACING)
+        last = self._aside or (self._kept[-1] if self._kept else None)
+        return free and (last is None or step - last.step >= SPACING)
 
     def begin(
         self,
@@ -337,6 +339,47 @@ class Canary:
             recording.criterion.leaves = _parked(recording.criterion.leaves)
         self._why_not = ""
         self._kept.append(recording)
+
+    def set_aside(self) -> None:
+        """The step will be judged later: copy its batch now, for the user may reuse buffers."""
+        recording, self._current = self._current, None
+        self._aside = None
+        if recording is None or recording.loss is None:
+            return
+        if not recording.unchanged():
+            self._why_not = "the loop writes into the batch after the forward pass"
+            return
+        recording.versions = []
+        recording.loss = recording.output = None
+        recording.args, recording.kwargs = _parked((recording.args, recording.kwargs))
+        if recording.criterion is not None:
+            recording.criterion.leaves = _parked(recording.criterion.leaves)
+        self._aside = recording
+
+    def settle_aside(self, quiet: bool, loss_value: float | None) -> None:
+        """It was judged: the batch set aside becomes a canary, or not."""
+        recording, self._aside = self._aside, None
+        if recording is None or not quiet or loss_value is None:
+            return
+        recording.loss_value = loss_value
+        self._why_not = ""
+        self._kept.append(recording)
+
+    @property
+    def copy_waits(self) -> bool:
+        """Keeping this step's batch means to copy it to the host, and that waits for the device."""
+        recording = self._current
+        if recording is None or recording.loss is None:
+            return False
+        leaves = tree_flatten((recording.args, recording.kwargs))[0]
+        if recording.criterion is not None:
+            leaves = [*leaves, *recording.criterion.leaves]
+        return any(
+            isinstance(leaf, Tensor)
+            and leaf.device.type != "cpu"
+            and leaf.numel() * leaf.element_size() > PARK_BYTES
+            for leaf in leaves
+        )
 
     def drop_current(self) -> None:
         """The step was not quiet."""

@@ -6,6 +6,9 @@
     observation = together(heard, note, step)            several ranks: what all of them said
     observer.used()                                      the step was decided
 
+    letter = observer.send(step, members, canary_loss, limits)      reads="late": nothing is read
+    measured, norm, found = observer.receive(letter)                one step later
+
 It keeps the roots of backward passes that moved gradients of ours, until they are used by a
 decision or the gradients are dropped. The loss of a step is the sum of its roots: loops that
 accumulate divide each by their number, as gradients add up.
@@ -18,6 +21,7 @@ Purity:  only measure() and late_nonfinite() wait for the device; measure() once
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import weakref
@@ -29,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sentinel.core.ahead import Limits
 from sentinel.core.types import (
     LAYER_GRAD_NORM,
     NO_COLUMNS,
@@ -38,8 +43,9 @@ from sentinel.core.types import (
     Observation,
 )
 from sentinel_hooks.guard import Guard
+from sentinel_hooks.late import Parcel, over
 from sentinel_hooks.layers import LayerTable
-from sentinel_hooks.probes.grads import Float64, GradProbe, local, tensor_norms
+from sentinel_hooks.probes.grads import Float64, GradProbe, PendingNorms, local, tensor_norms
 from sentinel_hooks.probes.read import read
 from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.ranks.agreement import Heard
@@ -86,6 +92,28 @@ class Measured:
     batch_id: str = ""
     parts: Mapping[str, Float64] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Letter:
+    """One step's numbers on their way to the host; see late.py.
+
+    Attributes:
+        found: 1.0 on the device where the step is to be held back; None: that is not asked.
+        sizes: of the vectors behind the head of the parcel.
+        pending: whose norms they are; without the gradients, which will be others by then.
+        known: what the host knew when it was sent.
+    """
+
+    parcel: Parcel
+    found: Tensor | None
+    head: int
+    sizes: list[int]
+    pending: PendingNorms
+    known: Measured
+    has_loss: bool
+    has_canary: bool
+    has_lr: bool
 
 
 class Faint:
@@ -332,6 +360,91 @@ class Observer:
             norm = self._guard.run("norm_fn", _number, self._norm_fn)
             measured.total_sq = None if norm is None else norm * norm / self._world
         return measured
+
+    @property
+    def sees_loss(self) -> bool:
+        """This step's loss will be known."""
+        return bool(self._roots) and not self._begun
+
+    def send(
+        self, step: int, members: Sequence[int], canary_loss: Tensor | None, limits: Limits
+    ) -> Letter | None:
+        """The same as measure(), read one step later; None: it has to be measured at once.
+
+        Only for a single process without a GradScaler, on one device. Does not wait for it.
+        """
+        pending = self.probe.measure(members)
+        lr = self._first_lr()
+        roots = [r.value for r in self._roots]
+        loose = [t for t in (canary_loss, lr) if isinstance(t, Tensor)]
+        if not pending.norms or len({t.device for t in (*pending.norms, *roots, *loose)}) != 1:
+            return None
+        pending.grads = [[] for _ in pending.grads]
+        vectors = pending.norms
+        joined = vectors[0] if len(vectors) == 1 else torch.cat([v.double() for v in vectors])
+        norm = torch.linalg.vector_norm(joined, dtype=torch.float64)
+        seen = self.sees_loss
+        if len(roots) == 1:
+            loss = roots[0].reshape(()).double()
+        elif roots:
+            loss = torch.stack([r.reshape(()).double() for r in roots]).sum()
+        if not seen:
+            loss = torch.zeros_like(norm)
+        found = over(norm, loss, limits) if limits.held else None
+        self.steps_without_loss = 0 if seen else self.steps_without_loss + 1
+        head = [norm, loss]
+        if found is not None:
+            head.append(found.double())
+        head += [t.detach().reshape(()).double() for t in loose]
+        probes = self.probes
+        wanted = [*vectors]
+        if probes is not None:
+            probes.before_step(step)
+            wanted += probes.pending()
+        packed = torch.cat(
+            [torch.stack(head), *(v.detach().reshape(-1).to(norm.device) for v in wanted)]
+        )
+        known = Measured(
+            lr=None if lr is None or isinstance(lr, Tensor) else float(lr),
+            shape=(len(roots), self.rows) if self.rows >= 0 else (len(roots),),
+            batch_id=self._named(),
+        )
+        return Letter(
+            Parcel(packed),
+            found,
+            len(head),
+            [v.numel() for v in wanted],
+            pending,
+            known,
+            has_loss=seen,
+            has_canary=canary_loss is not None,
+            has_lr=isinstance(lr, Tensor),
+        )
+
+    def receive(self, letter: Letter) -> tuple[Measured, float, bool]:
+        """What send() sent: this rank's part, the norm as the device compared it, its verdict."""
+        values = letter.parcel.open()
+        head = iter(values[: letter.head].tolist())
+        measured = letter.known
+        norm, loss = next(head), next(head)
+        measured.loss = loss if letter.has_loss else None
+        found = letter.found is not None and next(head) > 0.0
+        if letter.has_canary:
+            measured.canary_loss = next(head)
+        if letter.has_lr:
+            measured.lr = next(head)
+        ends = np.cumsum([letter.head, *letter.sizes])
+        vectors = [values[a:b] for a, b in itertools.pairwise(ends.tolist())]
+        count = len(letter.pending.norms)
+        norms = self.probe.resolve(letter.pending, vectors[:count])
+        measured.layer_sq_L = norms.layer_sq_L if norms is not None else None
+        probes = self.probes
+        if probes is not None:
+            measured.parts = probes.parts(vectors[count:])
+            measured.scalars = probes.scalars()
+        if self.failed_checks is not None:
+            measured.scalars = {**measured.scalars, "self_check_failures": self.failed_checks}
+        return measured, norm, found
 
     def alone(self, measured: Measured, step: int, commands: tuple[Command, ...]) -> Observation:
         """The observation of a single process."""

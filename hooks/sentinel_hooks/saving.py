@@ -133,6 +133,10 @@ class Saving:
         except NotReadyError:
             self.first_due = True
 
+    def takes(self, step: int) -> bool:
+        """Asked for a snapshot before `step`, it would make one."""
+        return self._config.ram or self.disk.due(step)
+
     def take(self) -> None:
         """A candidate of this moment; raises NotReadyError while a lazy parameter has no shape."""
         step = self._host.now.step

@@ -7,7 +7,8 @@
 A step: the observer collects losses and norms (observe.py); at the gate they become an Observation,
 the engine (or the sidecar) answers a Decision, the gate carries it out. What was really done, the
 Outcome, moves the engine's state at the next moment that comes: safe point, next gate, `state`,
-status() or detach().
+status() or detach(). With reads="late" the device decides on a calm step by limits that it is given
+ahead (core/ahead.py), and observing and deciding come at the next gate, with what it did.
 
 The safe point is the start of the first training forward after every optimizer of the group has
 stepped, with no accumulation open: only there are snapshots taken and restored. When no forward of
@@ -38,6 +39,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +50,7 @@ import torch
 from torch import Tensor, nn
 
 from sentinel.core import advice, engine
+from sentinel.core.ahead import Ahead, Limits
 from sentinel.core.events import AutomationSet, Event, Restored, RestoreFailed
 from sentinel.core.policy import CanaryMode, Policy
 from sentinel.core.state import State
@@ -68,10 +71,11 @@ from sentinel_hooks import configuration, telling
 from sentinel_hooks.canary import Canary
 from sentinel_hooks.errors import HALT_EXIT_CODE, AttachError, TrainingHalted
 from sentinel_hooks.guard import Guard
+from sentinel_hooks.late import Ready
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.ledger_file import Keeper, fingerprint
 from sentinel_hooks.link import EmbeddedLink, Link
-from sentinel_hooks.observe import Faint, Measured, Observer
+from sentinel_hooks.observe import Faint, Letter, Measured, Observer
 from sentinel_hooks.outlets import Outlets
 from sentinel_hooks.probes.grads import local, share
 from sentinel_hooks.probes.together import Probes
@@ -123,6 +127,17 @@ def open_sessions() -> tuple[Session, ...]:
 
 
 @dataclass(slots=True)
+class _SentStep:
+    """A logical step whose numbers are on their way: nobody has decided on it yet."""
+
+    letter: Letter
+    lr_factor: float
+    gate_s: float
+    carried: bool = True  # found_inf was where the optimizer looks for it
+    complete: bool = False
+
+
+@dataclass(slots=True)
 class _OpenStep:
     """A logical step from its decision to its outcome."""
 
@@ -167,6 +182,7 @@ class Session:
         outlets: Outlets | None = None,
         first_save: int = 0,
         sharers: int = 1,
+        late: bool = False,
     ) -> None:
         """Use attach().
 
@@ -175,6 +191,7 @@ class Session:
             outlets: where things are told without a sidecar.
             first_save: number of the first save to disk, equal on all ranks.
             sharers: ranks on this machine.
+            late: read what a step measured one step later, where the policy allows it.
         """
         self.run_id = run_id
         self.run_dir = run_dir
@@ -251,6 +268,12 @@ class Session:
         self._masked = 0
         # The logical step.
         self._open: _OpenStep | None = None
+        self._sent: _SentStep | None = None  # reads="late": before it is heard of
+        self._ahead = Ahead(self.policy) if late else None
+        self._ready = Ready(target)
+        self._orders: tuple[Command, ...] = ()  # taken from the link, not yet observed
+        self._read_now: Counter[str] = Counter()
+        self._read_late = 0
         self._plan = _PROCEED
         self._last: Decision | None = None
         self._steps = 0  # decided
@@ -319,7 +342,7 @@ class Session:
         """In a forked child: trace, ledger, sidecar and snapshots are the parent's."""
         self._off = "this process was forked from the one that is watched"
         self._detached = True
-        self._open = self._recorder = self._restore_due = None
+        self._open = self._sent = self._recorder = self._restore_due = None
         self._link = EmbeddedLink(self.policy)
         self._council = self._outlets = None
 
@@ -356,7 +379,8 @@ class Session:
     @property
     def state(self) -> State:
         """The engine's state, with the last step settled."""
-        if self._open is None or not self._open.complete:
+        last = self._open or self._sent
+        if last is None or not last.complete:
             return self._state
         if self._home == threading.get_ident():  # elsewhere it could be settled twice
             self._guard.run("settle", self._settle)
@@ -411,6 +435,7 @@ class Session:
             ranks=self._council.world if self._council is not None else 1,
             lineage=self._keeper.told,
             self_check=str(self._check),
+            reads=self._reads(),
         )
 
     def checkpointed(self, path: str | os.PathLike[str]) -> None:
@@ -520,10 +545,15 @@ class Session:
         if batch:
             self._observer.rows = _rows(batch, {})
 
+    @property
+    def _upcoming(self) -> int:
+        """The step that is being made: the state may not have heard of the last one yet."""
+        return self._state.step + (self._sent is not None)
+
     def _record(
         self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outside: bool
     ) -> None:
-        canary, step = self._canary, self._state.step
+        canary, step = self._canary, self._upcoming
         if canary is None or self._observer.accumulating or not canary.due(step, call, outside):
             return
         canary.begin(step, call, args, kwargs, outside=outside)
@@ -605,6 +635,10 @@ class Session:
         if first:
             return self._plan
         observer.forget(bit)
+        if newer and self._ahead is not None:
+            # Gradients that no limit was compared with: such a loop is read as ever.
+            self._ahead = None
+            self._read_now["gradients are made between two optimizers' steps"] += 1
         if (newer or self._each) and not self._plan.hold and self._late_nonfinite(me):
             self._late_skips += 1
             logger.warning(
@@ -626,6 +660,10 @@ class Session:
                 if self._plan.hold:  # it could not be carried out
                     open_.executed = Action.PROCEED
             open_.complete = True
+        elif self._sent is not None:
+            self._sent.complete = True
+            if plan.found is None and self._plan.found is not None:
+                self._sent.carried = False
         self._safe_done = False
         if plan.halt and not self._halted:
             self._masked_run("ledger", self._halt, plan.halt)
@@ -635,6 +673,10 @@ class Session:
     def _decide(self, began: float, me: int) -> None:
         """Observe, decide, and open the step."""
         prepared = self._guard.run("gate", self._prelude, me)
+        if self._sent is not None:
+            self._observer.used()
+            self._sent.gate_s = self._clock() - began
+            return
         members, measured, commands = prepared or ([me], None, ())
         if self._council is None:
             observation = (
@@ -680,6 +722,10 @@ class Session:
             held, halt = True, self._council.halt
         self._plan = StepPlan(hold=held, lr_factor=decision.lr_factor, halt=halt)
         self._open = _OpenStep(observation, decision, source, executed, self._clock() - began)
+        self._tell_held(executed, decision)
+
+    def _tell_held(self, executed: Action, decision: Decision) -> None:
+        held = executed is not Action.PROCEED
         in_a_row = self._state.ledger.skip_run + 1
         # Of a long row of skips the 1st, 2nd, 4th, 8th ... is told: it may go on for days.
         if held and (executed is not Action.SKIP_STEP or in_a_row & (in_a_row - 1) == 0):
@@ -728,10 +774,103 @@ class Session:
         # At this gate, or at the clip before the next one.
         self._observer.probe.check_next(self._steps <= 3 and not self._check.compared)
         pending = self._canary.pending_loss if self._canary is not None else None
+        if self._ahead is not None:
+            self._guard.run("measure", self._send, self._ahead, members, pending)
+            if self._sent is not None:
+                return members, None, ()
         measured = self._guard.run(
             "measure", self._observer.measure, self._state.step, members, pending
         )
-        return members, measured, self._link.take_commands()
+        orders, self._orders = self._orders, ()
+        return members, measured, (*orders, *self._link.take_commands())
+
+    # ---------------------------------------------------------------- reads="late"
+
+    def _send(self, ahead: Ahead, members: list[int], pending: Tensor | None) -> None:
+        """Let the device decide on this step, and read what it measured at the next gate."""
+        if self._state.step - self._pause_looked >= PAUSE_EVERY:
+            self._look_for_pause()  # the safe point had a step open
+        why = self._why_now(members)
+        limits = Limits(why)
+        if not why:
+            limits = ahead.limits(
+                self._state,
+                loss=self._observer.sees_loss,
+                snapshots=self._saving.takes(self._state.step + 1),
+            )
+        letter = None
+        if not limits.read_now:
+            letter = self._observer.send(self._state.step, members, pending, limits)
+        if letter is None:
+            self._read_now[limits.read_now or "its numbers lie on several devices"] += 1
+            return
+        self._read_late += 1
+        if letter.found is not None and self._running_of == self._state.step:
+            self._guard.run("act", self._running.put_back_where, letter.found)
+        if self._canary is not None:
+            self._guard.run("canary", self._canary.set_aside)
+        self._plan = StepPlan(lr_factor=limits.lr_factor, found=letter.found)
+        self._sent = _SentStep(letter, limits.lr_factor, 0.0)
+
+    def _why_now(self, members: list[int]) -> str:
+        """What this process knows, besides the engine, against deciding on the device."""
+        self._orders = (*self._orders, *self._link.take_commands())
+        if self._orders:
+            return "a person's order"
+        if not self._check.done:
+            return "the self-check of the first steps"
+        if self._saving.first_due or self._saving.resume_due:
+            return "the run begins"
+        if self._observer.probe.clips_in_parts(members):
+            return "gradients were clipped in parts"
+        if self._canary is not None and self._canary.copy_waits:
+            return "a large batch is kept for the canary"
+        return self._ready.why_not(members)
+
+    def _hear(self, sent: _SentStep) -> None:
+        """The step before is heard of: decide on it, and hold that to what the device did."""
+        step = self._state.step
+        heard = self._guard.run("measure", self._observer.receive, sent.letter)
+        if heard is None:
+            observation, found, loss = Observation(step, blind=True), False, None
+        else:
+            measured, norm, found = heard
+            observation = self._observer.alone(measured, step, ())
+            observation = self._with_layers(dataclasses.replace(observation, grad_norm=norm))
+            loss = measured.canary_loss
+        own = self._surely(engine.decide, self._state, observation, self.policy)
+        decision, source = self._link.decide(observation, own, self._state)
+        self._last = decision
+        held = found and sent.carried and sent.complete
+        executed = Action.SKIP_STEP if held else Action.PROCEED
+        if self._canary is not None:
+            quiet = decision.keep_batch and not held
+            self._guard.run("canary", self._canary.settle_aside, quiet, loss)
+        if executed is not decision.action:
+            logger.warning(
+                "the device did otherwise than was decided, what it did counts run=%s step=%s "
+                "done=%s decided=%s",
+                self.run_id,
+                step,
+                executed.name.lower(),
+                decision.action.name.lower(),
+            )
+        self._tell_held(executed, decision)
+        self._open = _OpenStep(
+            observation, decision, source, executed, sent.gate_s, sent.complete and not held
+        )
+
+    def _reads(self) -> str:
+        """For status(); "" where reads="late" was not asked for."""
+        if self._ahead is None and not self._read_now:
+            return ""
+        at_once = ", ".join(f"{why} {n}" for why, n in self._read_now.most_common())
+        return (
+            f"late in {self._read_late} steps; at once in {sum(self._read_now.values())}"
+            f"{f' ({at_once})' if at_once else ''}"
+        )
+
+    # ---------------------------------------------------------------- several ranks
 
     def _agree(
         self, measured: Measured | None, commands: tuple[Command, ...]
@@ -957,6 +1096,9 @@ class Session:
 
     def _settle(self) -> None:
         """Move the state on what was done."""
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            self._hear(sent)
         open_ = self._open
         if open_ is None:
             return
@@ -1061,12 +1203,16 @@ class Session:
         self._safe_done = True
         self._safe_point()
         self._running.keep()
-        self._running_of = self._state.step
+        self._running_of = self._upcoming
 
     def _safe_point(self) -> None:
         """Between two steps: nothing of the last is pending, nothing of the next has begun."""
         saving, council = self._saving, self._council
-        if council is None:
+        if self._sent is not None:
+            # It is heard of at the next gate, and not before. Copies of the probes must not outlive
+            # the step; what held it back, if anything did, they are told then.
+            self._probes.after_step(True)
+        elif council is None:
             self._settle()
         else:  # whatever fails in it on this rank alone, the others go on to what follows
             self._guard.run("settle", self._settle)
@@ -1079,7 +1225,7 @@ class Session:
             council.compare(self._digest)
         if saving.resume_due and (council is None or council.rank == 0):
             self._guard.run("ledger", saving.resume)
-        if self._state.step - self._pause_looked >= PAUSE_EVERY:
+        if self._state.step - self._pause_looked >= PAUSE_EVERY and self._sent is None:
             self._look_for_pause()
         saving.poll()
         if saving.first_due:
@@ -1093,7 +1239,7 @@ class Session:
         elif self._deferred is not None:
             saving.restore_deferred(*self._deferred)
             self._deferred = None
-        elif self._snapshot_due:
+        elif self._snapshot_due and self._sent is None:  # else it would hold an unheard step
             self._snapshot_due = False
             saving.take()
 

@@ -40,6 +40,7 @@ class Status:
         internal_errors: sentinel's own errors that were caught, by place.
         lineage: of a run that was restarted: which of its weights it went on with.
         self_check: whether what is promised is seen, by the first steps; see selfcheck.py.
+        reads: with reads="late": how many steps had to be read at once, and why.
         rank: of this process among the `ranks` that act together.
     """
 
@@ -63,6 +64,7 @@ class Status:
     directory: str = ""
     lineage: str = ""
     self_check: str = ""
+    reads: str = ""
     rank: int = 0
     ranks: int = 1
 
@@ -76,6 +78,8 @@ class Status:
             lines.append(f"  rank {self.rank} of {self.ranks}, which decide and act together")
         if self.self_check:
             lines.append(f"  self-check: {self.self_check}")
+        if self.reads:
+            lines.append(f"  reads: {self.reads}")
         lines += [f"  blind spot: {spot}" for spot in self.blind_spots]
         if self.lineage:
             lines.append(f"  restarted: {self.lineage}")

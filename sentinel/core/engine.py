@@ -65,7 +65,16 @@ from sentinel.core.types import (
     Verdict,
 )
 
-__all__ = ["ENGINE_VERSION", "apply", "decide", "initial", "lr_factor", "note", "wants_canary"]
+__all__ = [
+    "ENGINE_VERSION",
+    "apply",
+    "decide",
+    "initial",
+    "lr_factor",
+    "note",
+    "snapshot_due",
+    "wants_canary",
+]
 
 COMMANDS_KEPT = 256  # ids of obeyed orders; they expire long before so many have come
 ACTED_KEPT = 256
@@ -233,6 +242,11 @@ def note(state: State, event: Event, policy: Policy) -> State:
     elif isinstance(event, AutomationSet):
         ledger = replace(ledger, automation=not event.paused)
     return State(state.step, state.stats, ledger)
+
+
+def snapshot_due(state: State) -> bool:
+    """A snapshot follows the step that comes next, if that one is quiet and applied."""
+    return _snapshot_due(state.ledger, state.step + 1)
 
 
 def lr_factor(cut: LrCut) -> float:

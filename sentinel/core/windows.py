@@ -16,7 +16,10 @@ Errors:  none; the windows are never empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+
+LARGEST = sys.float_info.max
 
 MAD_TO_STD = 1.4826  # for a normal distribution, std = 1.4826 * MAD
 Q90_TO_STD = 1.2816  # for a normal distribution, 90 % quantile = median + 1.2816 std
@@ -76,3 +79,26 @@ def to_loss(y: float, floor: float) -> float:
     """The loss of which `to_log` makes y."""
     low = math.log(floor)
     return math.exp(min(y, 709.0)) if y >= low else floor - (low - y)
+
+
+def last_below(beyond: Callable[[float], bool], guess: float) -> float:
+    """The largest float that is not `beyond`, of which all larger ones are; LARGEST if none is.
+
+    `guess` is where it lies, up to rounding: the search begins there and widens.
+    """
+    width = 1e-13 * max(abs(guess), 1e-3)
+    low = high = guess
+    while beyond(low):
+        low, width = low - width, width * 8.0
+        if not low > -LARGEST:
+            return -LARGEST
+    while not beyond(high):
+        high, width = high + width, width * 8.0
+        if not high < LARGEST:
+            return LARGEST
+    while low < (middle := low + (high - low) / 2) < high:
+        if beyond(middle):
+            high = middle
+        else:
+            low = middle
+    return low

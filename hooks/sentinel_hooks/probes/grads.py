@@ -178,6 +178,12 @@ class GradProbe:
         """The user has clipped since the gradients last moved."""
         return bool(self._clips)
 
+    def clips_in_parts(self, members: Sequence[int]) -> bool:
+        """The user has clipped, but not just these: measure() must look at each norm by itself."""
+        return bool(self._clips) and any(
+            self._clipped_exactly(self.members[m].parameters) is None for m in members
+        )
+
     def _clipped_exactly(self, owners: Sequence[Tensor]) -> Tensor | None:
         """Norms from the one clip that was over just these, in this order: the usual case."""
         if len(self._clips) != 1:

@@ -81,7 +81,10 @@ class Probe(Protocol):
         ...
 
     def after_step(self, applied: bool) -> None:
-        """optimizer.step() has run; not `applied`: it was held back."""
+        """optimizer.step() has run; not `applied`: it was held back.
+
+        With late reads it is called with True first, and with what was done before the next gate.
+        """
         ...
 
     def pending(self) -> list[Tensor]:

@@ -89,7 +89,10 @@ class UpdateProbe(Quiet):
         """Subtract, and keep the norms for the next read."""
         before, self._before = self._before, []
         weights, self._weights = self._weights, []
-        if not before or not applied:
+        if not applied:
+            self._ready = []  # with late reads it was taken for applied at first
+            return
+        if not before:
             return
         try:
             moved = self._packing.subtract(before, self._live())

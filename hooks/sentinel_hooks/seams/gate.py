@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from sentinel_hooks.actuators import HeldBack, ScaledLr
+from sentinel_hooks.actuators import Found, HeldBack, ScaledLr
 from sentinel_hooks.errors import TrainingHalted
 from sentinel_hooks.guard import Guard
 from sentinel_hooks.seams.patch import Patch, Stand
@@ -41,11 +42,13 @@ class StepPlan:
         hold: take the gradients away.
         lr_factor: multiply the learning rates by it, unless held.
         halt: raise TrainingHalted with this message after the step; "" for no.
+        found: the device's own verdict for a fused optimizer, 1.0 for not stepping; see late.py.
     """
 
     hold: bool = False
     lr_factor: float = 1.0
     halt: str = ""
+    found: Tensor | None = field(default=None, compare=False)
 
 
 class StepDriver(Protocol):
@@ -85,6 +88,7 @@ class Gate:
         self._plan: StepPlan | None = None
         self._held: HeldBack | None = None
         self._lr: ScaledLr | None = None
+        self._found: Found | None = None
         self.stepping = False  # between the hooks; left True by a step() that raised
         self._nested = 0
         # Inside a compiled step() the hooks run as they are, between two graphs.
@@ -171,6 +175,8 @@ class Gate:
             if self._lr is None:
                 self._lr = ScaledLr(self.optimizer, plan.lr_factor)
             self._lr.cut()
+        if plan.found is not None and not plan.hold and self._found is None:
+            self._found = Found(self.optimizer, plan.found)
         return True
 
     def _after(
@@ -206,6 +212,9 @@ class Gate:
             if self._lr is not None:
                 lr, self._lr = self._lr, None
                 self._guard.run("undo_lr", lr.undo)
+            if self._found is not None:
+                found, self._found = self._found, None
+                self._guard.run("give_back", found.take_back)
 
 
 def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -62,6 +62,12 @@ class RunningStats:
             for buffer, kept in zip(self._live, self._kept, strict=True):
                 buffer.copy_(kept)
 
+    def put_back_where(self, found: Tensor) -> None:
+        """The same, if the device says so: `found` is 1.0 for a step that is held back."""
+        with torch.no_grad():
+            for buffer, kept in zip(self._live, self._kept, strict=True):
+                buffer.copy_(torch.where(found.to(buffer.device) > 0, kept, buffer))
+
     def clear(self) -> None:
         """Let go of the copies."""
         self._live, self._kept = [], []

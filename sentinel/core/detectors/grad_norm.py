@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from sentinel.core import bounds
 from sentinel.core.errors import ConfigError
 from sentinel.core.types import Reading, Status
-from sentinel.core.windows import median
+from sentinel.core.windows import LARGEST, last_below, median
 
 # The halves are compared again after this many accepted norms: sorting them each step would cost
 # more than the rest of the detector, and a trend does not turn within four steps.
@@ -83,6 +83,14 @@ def judge(state: NormState, norm: float | None, config: NormConfig) -> Reading:
     ratio = norm / mean
     status = Status.SPIKE if ratio > config.factor else Status.NORMAL
     return Reading(status, norm, mean, ratio)
+
+
+def limit(state: NormState, config: NormConfig) -> float:
+    """The largest norm that judge() does not call a SPIKE; LARGEST while it is not armed."""
+    mean = judge(state, 0.0, config).baseline
+    if mean is None:
+        return LARGEST
+    return last_below(lambda norm: norm / mean > config.factor, config.factor * mean)
 
 
 def accept(state: NormState, norm: float | None, config: NormConfig) -> NormState:

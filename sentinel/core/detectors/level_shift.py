@@ -26,7 +26,7 @@ import math
 from dataclasses import dataclass
 
 from sentinel.core import bounds
-from sentinel.core.windows import median, to_log, to_loss
+from sentinel.core.windows import LARGEST, median, to_log, to_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +167,16 @@ def observe(
         ShiftState(count, recent, lows, medians, spread, drift, shifted, low, low_spread, away),
         reading,
     )
+
+
+def may_be_away(state: ShiftState, sigma: float, config: ShiftConfig) -> bool:
+    """Whether the next step could be away, whatever its finite loss is.
+
+    The drift and the step's own distance both rise with the loss: the largest one tells.
+    """
+    if config.away_rise <= 0.0:
+        return False
+    return observe(state, LARGEST, sigma, config)[1].away
 
 
 def restart(state: ShiftState) -> ShiftState:

@@ -40,7 +40,17 @@ from sentinel.core import bounds
 from sentinel.core.detectors.level_shift import ShiftReading
 from sentinel.core.errors import ConfigError
 from sentinel.core.types import Status
-from sentinel.core.windows import MAD_TO_STD, Q90_TO_STD, mad, median, quantile, to_log, to_loss
+from sentinel.core.windows import (
+    LARGEST,
+    MAD_TO_STD,
+    Q90_TO_STD,
+    last_below,
+    mad,
+    median,
+    quantile,
+    to_log,
+    to_loss,
+)
 
 LONE_KEPT = 16  # lone outliers remembered
 LONE_RUN = 2  # hot steps in a row, at most, that still are one lone outlier
@@ -298,6 +308,67 @@ def observe(
             False,
             recurrent,
         ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SpikeLimits:
+    """Above `loss`, or above both of the others, the next step is hot.
+
+    Attributes:
+        sigma: the spread of y; nan while warming up.
+    """
+
+    loss: float = LARGEST
+    norm_with_loss: float = LARGEST
+    loss_with_norm: float = LARGEST
+    sigma: float = _NAN
+
+
+def limits(state: SpikeState, config: SpikeConfig) -> SpikeLimits:
+    """What observe() will find hot; only for a state that is not hot already."""
+    assert not state.hot
+    seen, floor = state.losses, config.loss_floor
+    if len(seen) < config.warmup:
+        return SpikeLimits()
+    predicted, sigma = _baseline(seen, config.sigma_floor)
+
+    def far(loss: float) -> bool:
+        r = to_log(loss, floor) - predicted
+        return r / sigma > config.z_hot and r > config.r_hot and not _recurs(state, r, config)
+
+    def far_enough(loss: float) -> bool:
+        r = to_log(loss, floor) - predicted
+        return r / sigma > config.z_with_grad and r > config.r_with_grad
+
+    r = max(config.z_hot * sigma, config.r_hot)
+    if _recurs(state, r, config):
+        usual = sorted(x for at, x in state.lone if state.seen - at < config.recur_window)
+        r = config.recur_margin * median(usual)
+    loss = last_below(far, to_loss(predicted + r, floor))
+    norms = state.norms
+    if len(norms) < config.warmup:
+        return SpikeLimits(loss, sigma=sigma)
+    ordered = sorted(norms)
+    centre = median(ordered)
+    spread = max(MAD_TO_STD * mad(ordered, centre), config.grad_sigma_floor)
+    least, usual_norm = min(norms) + math.log(config.grad_factor) - 1e-9, math.exp(centre)
+
+    def outlier(norm: float) -> bool:
+        log_norm = math.log(norm) if norm > 0.0 else -_INF
+        return (
+            log_norm > least
+            and (log_norm - centre) / spread > config.z_grad
+            and norm > config.grad_factor * usual_norm
+        )
+
+    guess = math.exp(min(centre + config.z_grad * spread, 709.0))
+    r = max(config.z_with_grad * sigma, config.r_with_grad)
+    return SpikeLimits(
+        loss,
+        last_below(outlier, max(guess, config.grad_factor * usual_norm)),
+        last_below(far_enough, to_loss(predicted + r, floor)),
+        sigma,
     )
 
 
