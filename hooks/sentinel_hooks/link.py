@@ -805,6 +805,13 @@ class RemoteLink:
             raise MissError("garbled", f"an answer about run {reply.run!r}")
         self._told = counts or self._told
         self._take_orders(reply, asked)
+        if reply.refused:  # it does not want them again; the trace on disk has them
+            logger.error(
+                "the sidecar refuses reports that make no sense run=%s reports=%d first=%s",
+                self._run,
+                len(reply.refused),
+                reply.refused[0],
+            )
         if not batch:
             return
         if not reply.recorded:

@@ -71,7 +71,7 @@ def service() -> Iterator[Service]:
 
 
 def test_the_steps_after_a_report_that_is_refused_are_recorded_and_decided(
-    service: Service, monkeypatch: pytest.MonkeyPatch
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = Client(service)
     monkeypatch.setattr(link_module, "Client", lambda *_, **__: client)
@@ -92,5 +92,7 @@ def test_the_steps_after_a_report_that_is_refused_are_recorded_and_decided(
         assert about["missing_reports"] == [(5, 5)]
         assert about["refused_reports"] == 1
         assert about["record"]["frames"] == 13
+        assert caplog.text.count("refuses reports that make no sense run=r reports=1") == 1
+        assert "loss_scale" in caplog.text
     finally:
         link.close()
