@@ -2,6 +2,8 @@
 
     outlets = Outlets.of(run="r7", run_dir=Path("sentinel-runs"), textfile=page, webhook=url)
     outlets.step(observation, decision, state)     at every settled step
+    outlets.moved(before, state)                   incidents that fire or end
+    outlets.unguarded(decision)                    a rollback that is due and cannot be
     outlets.tell("rollback", severity, step, text) something that a person wants to hear of
     outlets.close("finished", state)
 
@@ -10,7 +12,7 @@ written anew every TEXTFILE_S; and one webhook, which is posted a small JSON obj
 that happened (its "text" is what chat services show). One thread of its own does all of it: the
 training thread hands over references.
 
-Threads: step(), tell() and close() are the training thread's.
+Threads: step(), moved(), unguarded(), tell() and close() are the training thread's.
 Units:   seconds; timestamps are Unix seconds.
 Errors:  a disk or a receiver that fails is told once in the log; training never waits for either.
          The webhook's address may hold a secret: only its host is ever logged.
@@ -34,7 +36,7 @@ from typing import Any
 from sentinel.core.errors import ConfigError
 from sentinel.core.exposition import Textfile
 from sentinel.core.state import Ledger, State
-from sentinel.core.types import Decision, IncidentState, Observation, Severity
+from sentinel.core.types import Action, Decision, IncidentState, Observation, Severity
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ POST_S = 5.0
 TRIES = 3
 QUEUE = 64
 CLOSE_S = 3.0
+NO_SNAPSHOT, BUDGET_SPENT = "no_snapshot", "budget_spent"  # the engine's findings
 
 
 def webhook_address(given: str | None) -> str:
@@ -65,6 +68,11 @@ def webhook_address(given: str | None) -> str:
             f"{_kind_of(url)}; leave it out for none"
         )
     return str(url)
+
+
+def settled(state: State) -> int:
+    """The last step that is over: `state.step` is the one that comes next."""
+    return max(state.step - 1, 0)
 
 
 class Outlets:
@@ -112,7 +120,7 @@ class Outlets:
 
     def moved(self, before: Ledger, state: State) -> None:
         """The ledger has moved: incidents that began to fire or ended are told."""
-        ledger = state.ledger
+        ledger, step = state.ledger, settled(state)
         if not self._webhook or ledger.incidents is before.incidents:
             return
         for incident in ledger.incidents:
@@ -122,18 +130,34 @@ class Outlets:
                 continue
             self._known[key] = now
             if now is IncidentState.FIRING:
-                self.tell("incident", incident.severity, state.step, incident.summary)
+                self.tell("incident", incident.severity, step, incident.summary)
             elif now is IncidentState.RESOLVED and was is not None and incident.fired is not None:
                 text = f"over: {incident.summary}"
-                self.tell("resolved", Severity.INFO, state.step, text)
+                self.tell("resolved", Severity.INFO, step, text)
         self._known = {
             k: v
             for k, v in self._known.items()
             if k in {(i.number, i.opened) for i in ledger.incidents}
         }
 
+    def unguarded(self, decision: Decision) -> None:
+        """A step was decided: is there a rollback that cannot be, or will none be done any more?
+
+        The incident is open for long then, and nothing of it would be told.
+        """
+        found = {finding.key for finding in decision.findings}
+        if NO_SNAPSHOT in found:
+            text = "a rollback was due, and there is no usable snapshot to go back to"
+            self.tell("rollback_failed", Severity.CRITICAL, decision.step, text)
+        if BUDGET_SPENT in found and decision.action is not Action.HALT:  # that is told by itself
+            text = (
+                "the rollback budget is spent: no rollback is done any more, only steps that are "
+                "not finite and extreme norms are still skipped; a person is needed"
+            )
+            self.tell("off", Severity.CRITICAL, decision.step, text)
+
     def tell(self, event: str, severity: Severity, step: int, text: str) -> None:
-        """One thing that happened."""
+        """One thing that happened; `step` is the last that was settled, as incidents list it."""
         if not self._webhook or os.getpid() != self._pid:
             return
         told = {
@@ -158,9 +182,10 @@ class Outlets:
             return
         self._state, self._run_state = state, how
         if how == "halted":
-            self.tell("halted", Severity.CRITICAL, state.step, "training was stopped")
+            self.tell("halted", Severity.CRITICAL, settled(state), "training was stopped")
         elif how == "lost":
-            self.tell("crashed", Severity.CRITICAL, state.step, "an exception ended training")
+            text = "an exception ended training"
+            self.tell("crashed", Severity.CRITICAL, settled(state), text)
         with self._wake:
             self._closing = True
             self._wake.notify()

@@ -58,6 +58,7 @@ from sentinel.core.types import (
     Action,
     Command,
     Decision,
+    Mode,
     Observation,
     Outcome,
     Protection,
@@ -76,7 +77,7 @@ from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.ledger_file import Keeper, fingerprint
 from sentinel_hooks.link import EmbeddedLink, Link
 from sentinel_hooks.observe import Faint, Letter, Measured, Observer
-from sentinel_hooks.outlets import Outlets
+from sentinel_hooks.outlets import Outlets, settled
 from sentinel_hooks.probes.grads import local, share
 from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.ranks.council import Council, Note
@@ -1029,7 +1030,7 @@ class Session:
     def _tell_off(self) -> None:
         if self._outlets is not None:
             text = f"protection is off, training goes on: {self._off}"
-            self._outlets.tell("off", Severity.CRITICAL, self._state.step, text)
+            self._outlets.tell("off", Severity.CRITICAL, settled(self._state), text)
 
     def _look_after_loss(self) -> None:
         """The group is gone: were the ranks still alike when it went?"""
@@ -1123,6 +1124,8 @@ class Session:
         if self._outlets is not None:
             self._outlets.step(observation, decision, self._state, self._guard.counts)
             self._outlets.moved(before, self._state)
+            if self.policy.mode is not Mode.OBSERVE and before.automation:  # else nothing is lost
+                self._outlets.unguarded(decision)
         if self._recorder is not None:
             try:
                 self._recorder.step(
@@ -1156,12 +1159,13 @@ class Session:
         self._keeper.moved(before, self._state)
         if self._outlets is not None:
             self._outlets.moved(before, self._state)
+            step = settled(self._state)
             if isinstance(event, Restored):
                 text = f"rolled back to step {event.target}"
-                self._outlets.tell("rollback", Severity.CRITICAL, event.step, text)
+                self._outlets.tell("rollback", Severity.CRITICAL, step, text)
             elif isinstance(event, RestoreFailed):
                 text = f"a rollback was not possible: {event.reason}"
-                self._outlets.tell("rollback_failed", Severity.CRITICAL, event.step, text)
+                self._outlets.tell("rollback_failed", Severity.CRITICAL, step, text)
         if self._recorder is not None:
             try:
                 self._recorder.event(event, self._state)

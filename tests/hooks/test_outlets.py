@@ -19,6 +19,7 @@ from torch import nn
 
 import sentinel_hooks
 from sentinel.core.errors import ConfigError
+from sentinel.core.policy import Policy
 from sentinel_hooks import outlets
 
 pytestmark = pytest.mark.torch
@@ -119,6 +120,52 @@ def test_the_webhook_hears_of_an_incident_once_in_words(receiver: Receiver, tmp_
     assert (told[0]["run"], told[0]["severity"], told[0]["schema"]) == ("a run", "critical", 1)
     assert "the loss was not finite" in told[0]["text"]
     assert [t["event"] for t in receiver.got if t["event"] != "incident"] == ["rollback"]
+
+
+def test_the_step_that_is_told_is_the_one_that_the_record_has(
+    receiver: Receiver, tmp_path: Path
+) -> None:
+    session = train(tmp_path, bad=BAD, webhook=receiver.url)
+    deeds = [deed for incident in session.state.ledger.incidents for deed in incident.actions]
+    back = next(step for step, what, _ in deeds if what == "rollback")
+    told = {t["event"]: t["step"] for t in receiver.got}
+    assert told == {"incident": back, "rollback": back}
+
+
+def test_rollbacks_with_nowhere_to_go_and_a_spent_budget_are_told_within_one_incident(
+    receiver: Receiver, tmp_path: Path
+) -> None:
+    policy = Policy.parse(
+        "[rollback]\nbudget = 2\nwindow = 1000\n[rules.nonfinite_loss]\ncooldown = 2\n"
+    )
+    session = train(
+        tmp_path,
+        steps=40,
+        bad=tuple(range(4, 40)),
+        webhook=receiver.url,
+        policy=policy,
+        snapshots=sentinel_hooks.Snapshots(ram=False),
+    )
+    assert session.state.ledger.stopped
+    events = [t["event"] for t in receiver.got]
+    assert events == ["incident", "rollback", "rollback_failed", "off"]
+    assert "no usable snapshot" in receiver.got[2]["text"]
+    assert "the rollback budget is spent" in receiver.got[-1]["text"]
+    assert all(t["severity"] == "critical" for t in receiver.got)
+
+
+def test_observing_loses_no_protection_and_tells_of_none(
+    receiver: Receiver, tmp_path: Path
+) -> None:
+    train(
+        tmp_path,
+        steps=40,
+        bad=tuple(range(4, 40)),
+        webhook=receiver.url,
+        policy=Policy.parse('mode = "observe"\n[rollback]\nbudget = 1\nwindow = 1000\n'),
+        snapshots=sentinel_hooks.Snapshots(ram=False),
+    )
+    assert {t["event"] for t in receiver.got} == {"incident"}
 
 
 def test_one_step_that_was_skipped_wakes_nobody(receiver: Receiver, tmp_path: Path) -> None:
