@@ -413,6 +413,7 @@ class Session:
         step = self._state.step
         protection, why = self._protection()
         canary = self._canary
+        incidents = telling.incidents(ledger)
         return Status(
             run_id=self.run_id,
             step=step,
@@ -428,7 +429,8 @@ class Session:
             on_disk=self._disk.steps,
             counters=ledger.counters,
             link=self._link.status(),
-            incidents=ledger.incidents[-3:],
+            incidents=incidents,
+            layer_names=telling.layer_names(incidents, self.layers.layers),
             late_skips=self._late_skips,
             internal_errors=dict(self._guard.counts),
             directory=str(self.directory) if self._recorder is not None else "",
@@ -1136,6 +1138,9 @@ class Session:
             except OSError as error:
                 self._trace_failed(error)
         self._link.settled(observation, decision, outcome)
+        if self._state.ledger is not before and (self._council is None or not self._council.rank):
+            for line in telling.flags(before, self._state.ledger, self.layers.layers):
+                logger.warning("flag run=%s step=%s %s", self.run_id, observation.step, line)
         self._prune()
 
     @property

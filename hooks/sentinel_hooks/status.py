@@ -5,12 +5,14 @@ print(session.status())
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sentinel.core.state import Counters, Incident
 from sentinel.core.types import Mode, Protection
 from sentinel_hooks.link import LinkStatus
+
+NAMED = 3  # layers of an incident
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Status:
         candidate: step of the snapshot that waits to be confirmed.
         healthy: steps of snapshots that a rollback may use, oldest first.
         on_disk: steps of snapshots that this process has on disk.
+        incidents: all that are open, firing ones first, then the newest that are over.
+        layer_names: of the layers that the incidents name, by their index in the layer table.
         late_skips: optimizers of a group that were held back on their own, because a gradient
             made after the group's decision was not finite.
         internal_errors: sentinel's own errors that were caught, by place.
@@ -58,6 +62,7 @@ class Status:
     counters: Counters
     link: LinkStatus
     incidents: tuple[Incident, ...] = ()
+    layer_names: Mapping[int, str] = field(default_factory=dict)
     late_skips: int = 0
     on_disk: tuple[int, ...] = ()
     internal_errors: Mapping[str, int] = field(default_factory=dict)
@@ -110,12 +115,20 @@ class Status:
                 f"  incident i-{incident.number} {incident.state} {incident.severity} since step "
                 f"{incident.opened}: {incident.summary}"
             )
+            if incident.layers:
+                lines.append(f"    layers: {named(incident.layers, self.layer_names)}")
         if self.internal_errors:
             errors = ", ".join(f"{k}={v}" for k, v in sorted(self.internal_errors.items()))
             lines.append(f"  sentinel's own errors, caught: {errors}")
         if self.directory:
             lines.append(f"  trace: {self.directory}")
         return "\n".join(lines)
+
+
+def named(layers: Sequence[int], names: Mapping[int, str]) -> str:
+    """The first layers by name, and how many more there are."""
+    few = ", ".join(names.get(i, f"layer {i}") for i in layers[:NAMED])
+    return few if len(layers) <= NAMED else f"{few}, +{len(layers) - NAMED}"
 
 
 def _sum(counts: tuple[tuple[str, int], ...]) -> int:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from sentinel.core.state import Ledger
-from sentinel.core.types import Decision, Mode, Protection
+from collections.abc import Sequence
+
+from sentinel.core.incidents import INSTABILITY
+from sentinel.core.state import Incident, Ledger
+from sentinel.core.types import Decision, IncidentState, Mode, Protection
 from sentinel_hooks.canary import Canary
+from sentinel_hooks.layers import Layer
 from sentinel_hooks.ledger_file import Keeper
 from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.saving import Saving
 from sentinel_hooks.snapshots import Snapshots
-from sentinel_hooks.status import BlindSpot
+from sentinel_hooks.status import BlindSpot, named
+
+RESOLVED = 3  # incidents that status() still shows when they are over
+FLAGS = 3  # lines of one step
 
 
 def protection(
@@ -36,6 +43,43 @@ def protection(
             "baselines are warming up; non-finite gradients and losses are already acted on"
         )
     return found, "every rule has its baseline"
+
+
+def incidents(ledger: Ledger) -> tuple[Incident, ...]:
+    """For status(): all that are open, firing ones first, then the newest that are over."""
+    states = IncidentState.FIRING, IncidentState.PENDING, IncidentState.RESOLVED
+    firing, pending, over = ([i for i in ledger.incidents if i.state is s] for s in states)
+    over.sort(key=lambda i: -1 if i.resolved is None else i.resolved)
+    return (*firing, *pending, *over[-RESOLVED:])
+
+
+def flags(before: Ledger, after: Ledger, layers: Sequence[Layer]) -> list[str]:
+    """What the log says of flags that fire now and did not before; at most FLAGS + 1 lines.
+
+    What was done about instability has log lines of its own.
+    """
+    if after.incidents is before.incidents:
+        return []
+    fired = {i.number for i in before.incidents if i.fired is not None}
+    new = [
+        i
+        for i in after.incidents
+        if i.fired is not None and i.number not in fired and i.key != INSTABILITY
+    ]
+    lines = []
+    for i in new[:FLAGS]:
+        where = f" layers={named(i.layers, layer_names((i,), layers))}" if i.layers else ""
+        lines.append(f"flag={i.key}{where} advice={i.summary}")
+    if len(new) > FLAGS:
+        more = ", ".join(i.key for i in new[FLAGS:])
+        lines.append(f"flags={more} advice=session.status() has them")
+    return lines
+
+
+def layer_names(incidents: Sequence[Incident], layers: Sequence[Layer]) -> dict[int, str]:
+    """Of the layers that `incidents` name, by index."""
+    rows = {row for incident in incidents for row in incident.layers}
+    return {row: layers[row].name for row in sorted(rows) if 0 <= row < len(layers)}
 
 
 def canary(canary: Canary | None, step: int, *, off: bool) -> str:

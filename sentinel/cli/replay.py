@@ -129,7 +129,9 @@ def _incidents(report: ReplayReport) -> list[str]:
     head = "incidents:" if report.same_policy else "incidents under this policy:"
     lines = [head]
     for incident in report.incidents:
-        lines += [f"  {line}" for line in words.incident_lines(codec.plain(incident))]
+        lines += [
+            f"  {line}" for line in words.incident_lines(codec.plain(incident), report.layers)
+        ]
     return lines
 
 

@@ -65,6 +65,7 @@ class ReplayReport:
         engine_versions: of the engines that recorded the run.
         damage: what could not be read; the torn tail of a killed machine is here.
         recorded_with: versions and commit of the last incarnation, from its config.json.
+        layers: names of the layer table, which incidents have indices into.
         incidents: as this replay ends with them: the open ones, and the newest resolved ones.
     """
 
@@ -85,6 +86,7 @@ class ReplayReport:
     missing: int = 0
     recorded_with: str = ""
     incidents: tuple[Incident, ...] = ()
+    layers: tuple[str, ...] = ()
 
     @property
     def identical(self) -> bool:
@@ -116,6 +118,7 @@ class _Replay:
     state_mismatches: int = 0
     missing: int = 0
     next_step: int | None = None
+    layers: tuple[str, ...] = ()
     versions: set[int] = field(default_factory=set)
     own_stats: dict[int, Stats] = field(default_factory=dict)
 
@@ -130,6 +133,7 @@ class _Replay:
             return None
         self.versions.add(header.engine_version)
         self.run = self.run or header.run
+        self.layers = _names(header.layers) or self.layers
         policy, same = self._policy(header, chapter)
         recorded = self._state(header, chapter)
         if state is None or not chapter.contiguous:
@@ -262,7 +266,13 @@ def replay(
         missing=run.missing,
         recorded_with=_recorded_with(reader.configuration()),
         incidents=incidents,
+        layers=run.layers,
     )
+
+
+def _names(rows: list[Any]) -> tuple[str, ...]:
+    """Of the layer table; it holds what the trainer registered."""
+    return tuple(str(row.get("name", row) if isinstance(row, dict) else row) for row in rows)
 
 
 def _recorded_with(config: Mapping[str, Any] | None) -> str:
