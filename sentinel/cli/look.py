@@ -219,9 +219,12 @@ def _last_report(run: dict[str, Any]) -> str:
 
 def _remarks(run: dict[str, Any]) -> str:
     said = []
-    if run.get("open_incidents"):
-        many = run["open_incidents"]
+    advice = run.get("open_advice") or 0
+    many = (run.get("open_incidents") or 0) - advice  # the sidecar counts advice among them
+    if many > 0:
         said.append(f"{many} open incident{'s' if many > 1 else ''}")
+    if advice:
+        said.append(f"{advice} open advice")
     skipped, back = run.get("skipped"), run.get("rolled_back")
     if back:
         said.append(f"rolled back {number(back)}x")

@@ -6,7 +6,8 @@
 
 For OpenMetrics alone: the text format has no place for them. They lead from a bend in a curve to
 the step and to what `sentinel ack` takes, and cost no series. What was counted before the sidecar
-saw the run has none.
+saw the run has none. Skips, rollbacks and steps that were not finite belong to the incident of the
+instability, flags to the one of their own key, whatever else was raised since.
 
 Units:   `now` in Unix seconds; steps are attempted optimizer steps.
 Purity:  no clock, no I/O.
@@ -15,6 +16,7 @@ Purity:  no clock, no I/O.
 from __future__ import annotations
 
 from sentinel.core.exposition import escape, number
+from sentinel.core.incidents import INSTABILITY
 from sentinel.core.state import Counters, Ledger, State
 
 MOST = 128  # characters of all names and values together: OpenMetrics
@@ -44,7 +46,7 @@ class Exemplars:
         self._counters = counters
         if before is None:
             return
-        text = ""
+        step = state.step - 1
         for metric, field in FIELDS.items():
             new, old = getattr(counters, field), getattr(before, field)
             if new is old:
@@ -53,7 +55,8 @@ class Exemplars:
             for key, count in new:
                 more = count - known.get(key, 0)
                 if more > 0:
-                    text = text or _labels(run, state.ledger, state.step - 1)
+                    kind = key if field == "flags" else INSTABILITY
+                    text = _labels(run, state.ledger, step, kind)
                     said = f" # {text} {number(more)} {number(round(now, 3))}"
                     values = key.partition("/")[::2] if field == "rollbacks" else (key,)
                     self._newest[metric, values] = said
@@ -63,10 +66,12 @@ class Exemplars:
         return self._newest.get((metric, values), "")
 
 
-def _labels(run: str, ledger: Ledger, step: int) -> str:
+def _labels(run: str, ledger: Ledger, step: int, kind: str) -> str:
     found = {"step": str(step)}
     for incident in reversed(ledger.incidents):
-        if incident.opened <= step <= max(incident.last, incident.resolved or 0):
+        if incident.key == kind and incident.opened <= step <= max(
+            incident.last, incident.resolved or 0
+        ):
             found["incident"] = f"{run}:{incident.number}"
             if sum(len(name) + len(value) for name, value in found.items()) > MOST:
                 found["incident"] = str(incident.number)

@@ -360,6 +360,21 @@ def test_an_ended_run_whose_step_is_not_known_is_not_said_to_be_about_to_start()
     assert "not reported a step yet" in look._alarms(run, {}, False)[0]
 
 
+@pytest.mark.parametrize(
+    ("open_", "advice", "said"),
+    [
+        (3, 1, "2 open incidents; 1 open advice"),
+        (2, 2, "2 open advice"),
+        (1, 0, "1 open incident"),
+        (1, None, "1 open incident"),  # an older sidecar does not tell them apart
+        (None, None, ""),
+    ],
+)
+def test_advice_is_no_open_incident(open_: int | None, advice: int | None, said: str) -> None:
+    run = {"open_incidents": open_, "open_advice": advice, "mode": "act", "decides": True}
+    assert look._remarks(run) == said
+
+
 def test_an_incident_says_where_its_rollback_went_to(served: tuple[str, str], say: Any) -> None:
     trainer = JsonTrainer(served[0], "back")
     trainer.step(events=[{"kind": "snapshot_taken", "step": 0}])

@@ -133,5 +133,37 @@ def test_an_incident_that_was_over_before_the_step_is_not_its_incident() -> None
     exemplars = Exemplars()
     exemplars.note("r", state(9, Counters()), 1.0)
     for step, labels in ((15, 'step="14",incident="r:3"'), (40, 'step="39"')):
-        exemplars.note("r", state(step, Counters(flags=(("qk_norm", step),)), incident), 1.0)
-        assert exemplars.of("flags_total", ("qk_norm",)).startswith(f" # {{{labels}}} ")
+        exemplars.note("r", state(step, Counters(skipped=(("x", step),)), incident), 1.0)
+        assert exemplars.of("skipped_steps_total", ("x",)).startswith(f" # {{{labels}}} ")
+
+
+def test_advice_that_was_raised_since_is_not_the_incident_of_a_skip() -> None:
+    instability, advice = (
+        Incident(
+            number=number,
+            key=key,
+            state=IncidentState.FIRING,
+            severity=Severity.WARNING,
+            opened=opened,
+            last=61,
+            summary="",
+        )
+        for number, key, opened in ((1, "instability", 59), (2, "layer_band", 60))
+    )
+    counters = Counters(
+        skipped=(("nonfinite_loss", 1),),
+        nonfinite=(("loss", 1),),
+        rollbacks=(("nonfinite_loss/restored", 1),),
+        flags=(("layer_band", 1),),
+    )
+    exemplars = Exemplars()
+    exemplars.note("h1", state(9, Counters()), 1.0)
+    exemplars.note("h1", state(61, counters, instability, advice), 1.0)
+    for metric, values, number in (
+        ("skipped_steps_total", ("nonfinite_loss",), 1),
+        ("nonfinite_steps_total", ("loss",), 1),
+        ("rollbacks_total", ("nonfinite_loss", "restored"), 1),
+        ("flags_total", ("layer_band",), 2),
+    ):
+        found = exemplars.of(metric, values)
+        assert found.startswith(f' # {{step="60",incident="h1:{number}"}} '), metric
