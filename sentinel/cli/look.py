@@ -60,6 +60,8 @@ def list_runs(options: argparse.Namespace) -> int:
         return _print_json(data)
     if data.get("trouble"):
         print(f"! the sidecar's record is in trouble, runs may be missing: {text(data['trouble'])}")
+    for name, why in (data.get("not_shown") or {}).items():
+        print(f"! watched, but not shown: {text(name)}: {text(why)}")
     if not data["runs"]:
         print("no runs")
         return 0

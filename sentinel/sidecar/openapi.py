@@ -105,7 +105,7 @@ SCHEMAS: dict[str, Schema] = {
             ),
         ]
     },
-    "Registration": strict(layers=listed(ref("Layer"))),
+    "Registration": strict(layers=listed(ref("Layer")), first_step=maybe(STEP)),
     "Observation": strict(
         ("step",),
         step=STEP,
@@ -197,7 +197,7 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "Incident": table(
         ("id", "run", "number", "key", "state", "severity", "summary", "opened", "last"),
-        id=WHOLE,
+        id=maybe(WHOLE | {"description": "null: of a run that is only watched"}),
         run=TEXT,
         number=WHOLE,
         key=TEXT,
@@ -212,8 +212,8 @@ SCHEMAS: dict[str, Schema] = {
         latched=TRUTH,
         layers=listed(WHOLE),
         actions=listed({"type": "array"}),
-        opened_at=TIME,
-        updated_at=TIME,
+        opened_at=maybe(TIME),
+        updated_at=maybe(TIME),
         acknowledged_at=maybe(TIME),
         acknowledged_by=TEXT,
         silenced_until=maybe(TIME),
@@ -230,7 +230,7 @@ SCHEMAS: dict[str, Schema] = {
         reason=TEXT,
         target=maybe(WHOLE),
         source=TEXT,
-        at=TIME,
+        at=maybe(TIME),
     ),
     "Checked": table(
         ("name", "step", "attempt", "result", "reason", "size_bytes", "checked_at"),
@@ -245,9 +245,10 @@ SCHEMAS: dict[str, Schema] = {
     "Command": strict(
         ("kind",),
         kind={"type": "string", "enum": [str(kind) for kind in CommandKind]},
-        id={"type": "string", "maxLength": 128},
-        value={"type": "number", "exclusiveMinimum": 0, "maximum": 10},
-        target=maybe(STEP),
+        id={"type": "string", "minLength": 1, "maxLength": 128},
+        value=maybe({"type": "number", "exclusiveMinimum": 0, "maximum": 10})
+        | {"description": "for scale_lr alone, which wants it"},
+        target=maybe(STEP) | {"description": "for rollback and ack alone"},
         issued_by=TEXT,
         expires_in_s={"type": "number", "exclusiveMinimum": 0, "maximum": 86400},
     ),
@@ -342,13 +343,27 @@ def _paths() -> dict[str, dict[str, Schema]]:
         "/v1/runs": {
             "get": _operation(
                 "All runs, and what is wrong with the record",
-                table(("runs", "trouble"), runs=listed(ref("Summary")), trouble=TEXT),
+                table(
+                    ("runs", "trouble"),
+                    runs=listed(ref("Summary")),
+                    trouble=TEXT,
+                    not_shown={
+                        "type": "object",
+                        "additionalProperties": TEXT,
+                        "description": "Why, by the name of a watched run that is not among them.",
+                    },
+                ),
             ),
         },
         runs: {
             "put": _operation(
                 "Register a run",
-                table(("run", "policy"), run=TEXT, policy={"type": "object"}),
+                table(
+                    ("run", "policy", "next_step"),
+                    run=TEXT,
+                    policy={"type": "object"},
+                    next_step=maybe(STEP),
+                ),
                 parameters=(_RUN,),
                 body=ref("Registration"),
                 required=False,

@@ -81,13 +81,15 @@ class Service:
 
     def run(self, name: str) -> Run:
         """A run that reports here, or one that is watched; raises RefusedError."""
-        if name not in self.runs.runs and name in self.watched.runs:
-            return self.watched.runs[name]
-        return self.runs.get(name)
+        return self.only_watched(name) or self.runs.get(name)
+
+    def only_watched(self, name: str) -> Run | None:
+        """The run, if it is embedded and does not report here too."""
+        return None if name in self.runs.runs else self.watched.runs.get(name)
 
     def refuse_watched(self, name: str) -> None:
         """Raise RefusedError when the run is only watched: nobody would hear an order."""
-        if name not in self.runs.runs and name in self.watched.runs:
+        if self.only_watched(name) is not None:
             raise RefusedError(
                 "watched",
                 f"run {name!r} reports to no sidecar and is only watched here: it hears no orders; "

@@ -3,6 +3,7 @@
     watched = Watched(settings)
     await watched.look(now)                 a job's turn; reads in a thread what has changed
     watched.runs["r7"]                      a Run for the same pages as those that report here
+    watched.trouble                         {"ä b": why}: those that are not shown; logged once
 
 What a trainer without any sidecar leaves in its run_dir is enough: the newest segment of its trace
 tells the newest step, its ledger what was done, HALTED that it was halted. Nothing is written there
@@ -38,6 +39,11 @@ from sentinel.wire.messages import Layer
 logger = logging.getLogger(__name__)
 
 MOST_RUNS = 1000
+MOST_TOLD = 100  # runs that are not shown
+UNFIT = (
+    "its id cannot be shown here; an id of 1 to 128 letters, digits and ._:@+- that starts with a "
+    "letter or digit can"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ class Watched:
         seen, places, trouble = await asyncio.to_thread(_look, self._settings.watch, known)
         for name, why in trouble.items():
             if self.trouble.get(name) != why:
-                logger.warning("a watched run cannot be read run=%s why=%s", name, why)
+                logger.warning("a watched run is not shown run=%s why=%s", name, why)
         self.trouble, self._seen, self.directories = trouble, seen, places
         self.runs = {name: self._run(name, one, now) for name, one in seen.items()}
 
@@ -125,7 +131,14 @@ def _look(
     for folder in folders:
         for directory in _runs_in(folder):
             name = directory.name
-            if name in seen or len(seen) >= MOST_RUNS or not messages.RUN_NAME.fullmatch(name):
+            if name in seen:
+                continue
+            unfit = not messages.RUN_NAME.fullmatch(name)
+            if unfit or len(seen) >= MOST_RUNS:
+                # A run, and no folder of something else; a list without end would tell nothing.
+                if len(trouble) < MOST_TOLD and list_incarnations(directory):
+                    told = os.fsencode(name).decode("utf-8", "backslashreplace")
+                    trouble[told] = UNFIT if unfit else f"{MOST_RUNS} runs are shown already"
                 continue
             try:
                 found = _read(directory, known.get(name))

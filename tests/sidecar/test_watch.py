@@ -6,19 +6,22 @@ import os
 from pathlib import Path
 
 import anyio
+import jsonschema
 import pytest
 from fastapi.testclient import TestClient
 
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
 from sentinel.sidecar.app import create_app
+from sentinel.sidecar.embedded import executed
+from sentinel.sidecar.openapi import document
 from sentinel.sidecar.runs import details, summary
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
 from sentinel.traces import ledger as ledgers
 from sentinel.traces.recorder import Recorder
 from tests.support import FakeClock
-from tests.support.simulated import Damage, NanGradient, SimulatedTrainer
+from tests.support.simulated import Damage, NanGradient, SimulatedTrainer, actions
 
 TOKEN = "watcher-0123456789"
 
@@ -157,3 +160,56 @@ def test_one_runs_own_directory_can_be_watched(folder: Path, clock: FakeClock) -
     look(service)
     assert [run.name for run in service.all_runs()] == ["r7"]
     service.close()
+
+
+def test_what_was_done_to_a_watched_run_is_answered_from_its_own_files(
+    folder: Path, clock: FakeClock
+) -> None:
+    trainer, recorder = embedded(folder, "r7")
+    save_ledger(folder, "r7", trainer)
+    app = create_app(Settings(watch=(folder,), token=TOKEN), clock=clock, timer=lambda: 0.0)
+    look(app.state.service)
+    client = TestClient(app, headers={"authorization": f"Bearer {TOKEN}"})
+    done = client.get("/v1/runs/r7/decisions").json()["decisions"]
+    wanted = [(step, action.lower(), rule) for step, action, rule in actions(trainer.steps)]
+    assert [(d["step"], d["action"], d["rule"]) for d in done] == wanted[::-1]
+    assert "rollback" in {d["action"] for d in done}
+    back = next(d for d in done if d["action"] == "rollback")
+    assert (back["target"] is not None, back["incarnation"]) == (True, "life")
+    found = client.get("/v1/runs/r7/incidents").json()["incidents"]
+    kept = trainer.state.ledger.incidents
+    assert [i["number"] for i in found] == [i.number for i in reversed(kept)]
+    assert found
+    assert found[-1]["actions"] == [list(a) for a in kept[0].actions]
+    schemas = document("1")["components"]["schemas"]
+    for name, rows in (("Executed", done), ("Incident", found)):
+        for row in rows:
+            jsonschema.validate(row, schemas[name])
+    app.state.service.close()
+    recorder.close()
+
+
+def test_of_many_executed_actions_the_newest_are_answered(folder: Path) -> None:
+    trainer, recorder = embedded(folder, "r7")
+    recorder.close()
+    found = executed(folder / "r7", "r7", 2)
+    assert [row["step"] for row in found] == [s for s, _, _ in actions(trainer.steps)][-1:-3:-1]
+
+
+def test_a_run_that_cannot_be_shown_is_said_once_in_the_log_and_in_the_list(
+    folder: Path, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, recorder = embedded(folder, "ä b", steps=20)
+    recorder.close()
+    (folder / "no run").mkdir()
+    app = create_app(Settings(watch=(folder,), token=TOKEN), clock=clock, timer=lambda: 0.0)
+    look(app.state.service)
+    look(app.state.service)
+    said = [r.getMessage() for r in caplog.records if "is not shown" in r.getMessage()]
+    assert len(said) == 1, said
+    client = TestClient(app, headers={"authorization": f"Bearer {TOKEN}"})
+    listed = client.get("/v1/runs").json()
+    assert listed["runs"] == []
+    assert list(listed["not_shown"]) == ["ä b"]
+    assert "its id cannot be shown here" in listed["not_shown"]["ä b"]
+    app.state.service.close()

@@ -16,6 +16,7 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy import select
 
 from sentinel.core.errors import ConfigError, ProtocolError, TraceError
+from sentinel.sidecar import embedded
 from sentinel.sidecar.counted import counted
 from sentinel.sidecar.door import answer, refusal
 from sentinel.sidecar.hub import MOST_LISTENERS, Event
@@ -55,7 +56,11 @@ def router(service: Service) -> APIRouter:
             now = service.now()
             past = service.past
             runs = [summary(r, now) | counted(r) | past.tally(r) for r in service.all_runs()]
-            return 200, {"runs": runs, "trouble": service.store.trouble}
+            return 200, {
+                "runs": runs,
+                "trouble": service.store.trouble,
+                "not_shown": service.watched.trouble,
+            }
 
         return await door.for_people(request, serve)
 
@@ -107,6 +112,9 @@ def router(service: Service) -> APIRouter:
     @routes.get("/v1/runs/{run}/incidents")
     async def incidents(run: str, request: Request) -> Response:
         async def work() -> Response:
+            watched = service.only_watched(run)
+            if watched is not None:
+                return answer({"run": run, "incidents": embedded.incidents(run, watched.state)})
             service.series_directory(run)
             chosen = select(IncidentRow).where(IncidentRow.run == run)
             newest = chosen.order_by(IncidentRow.id.desc()).limit(MOST_ROWS)
@@ -120,6 +128,10 @@ def router(service: Service) -> APIRouter:
     @routes.get("/v1/runs/{run}/decisions")
     async def decisions(run: str, request: Request) -> Response:
         async def work() -> Response:
+            if service.only_watched(run) is not None:
+                place = service.watched.directories[run]
+                done = await asyncio.to_thread(embedded.executed, place, run, MOST_ROWS)
+                return answer({"run": run, "decisions": done})
             service.series_directory(run)
             chosen = select(DecisionRow).where(DecisionRow.run == run)
             newest = chosen.order_by(DecisionRow.id.desc()).limit(MOST_ROWS)
