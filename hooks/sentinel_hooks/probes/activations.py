@@ -20,7 +20,7 @@ Shapes:  columns float32 [L]. A block's numbers stand in the row of its last lay
 Memory:  the small outputs, at most 1 MB, stay until the gate; one that somebody writes into after
          the block is told by its version, is left out once, and is reduced at once from then on.
 Purity:  does not wait for the device. Under no_grad (evaluation), and when a forward is recomputed
-         in a backward pass, nothing is measured.
+         in a backward pass, nothing is measured; nor inside of torch.jit.trace and torch.func.
 Threads: one training thread.
 """
 
@@ -56,7 +56,7 @@ from sentinel_hooks.probes.probe import (
     Unseen,
     column,
 )
-from sentinel_hooks.seams.safe_point import INERT
+from sentinel_hooks.seams.safe_point import INERT, is_tracing, is_transforming
 
 SQUARES, COUNT, LARGEST, SPREAD = (
     "activation_squares",
@@ -134,11 +134,10 @@ class _Out:
         x = output if isinstance(output, Tensor) else _first(output)
         if x is None:
             return
-        if is_exporting():
-            return
         if torch.compiler.is_compiling():
-            torch.ops.torch_sentinel.activated(self.token, self.slot, x.detach())
-        else:
+            if not is_exporting():
+                torch.ops.torch_sentinel.activated(self.token, self.slot, x.detach())
+        elif not (is_transforming() or is_tracing()):
             self.probe.take(self.block, x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:

@@ -18,7 +18,8 @@ classes hold them under a name of their own:
 Compiled code gets the same as one opaque operator of torch's graph that is run where the code runs,
 so that nothing about a layer is baked in. No graph break, no recompilation.
 
-Not counted: calls under no_grad (evaluation), and recomputation of what was seen in the forward.
+Not counted: calls under no_grad (evaluation), inside of torch.jit.trace and torch.func, and
+recomputation of what was seen in the forward.
 
 CUDA: written for it, and never run there. The autograd node and the saved tensors are torch's own
 on every device; flash-attn and flex_attention were only tried against stand-ins.
@@ -45,6 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sentinel_hooks.probes import exact
 from sentinel_hooks.probes.places import ALL, FEW, WHERE, Place, is_exporting
 from sentinel_hooks.seams.patch import Patch
+from sentinel_hooks.seams.safe_point import is_tracing, is_transforming
 
 RAW_NUMEL = 2048  # smaller log-sum-exps are kept as they are, and reduced together at the gate
 RAW_KEPT = 4  # micro-batches of them
@@ -289,8 +291,8 @@ def scaled_dot_product_attention(
         if torch.is_grad_enabled():
             WHERE.lost += CAPTURE.listening
         return _stock(*call)
-    tracing = torch._C._get_tracing_state() is not None
-    if not torch.is_grad_enabled() or tracing or _again(place):
+    elsewhere = is_transforming() or is_tracing()
+    if not torch.is_grad_enabled() or elsewhere or _again(place):
         return _stock(*call)
     return _watched(place, *call)
 
@@ -521,6 +523,8 @@ def _look_at_scores(scores: Any, dim: Any) -> None:
         or not isinstance(scores, Tensor)
         or scores.dim() not in (3, 4)
         or dim not in (-1, scores.dim() - 1)
+        or is_transforming()
+        or is_tracing()
         or _again(place)
     ):
         return

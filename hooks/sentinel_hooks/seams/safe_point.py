@@ -10,6 +10,8 @@ compiled wrapper, not on the module inside: while torch.compile traces, they do 
 compiled away, and the session falls back to the moment right after optimizer.step().
 torch.jit.script refuses every module that has such hooks; script it before attach().
 
+Calls that torch.jit.trace records, and those inside of torch.func's transforms, pass unseen.
+
 Purity:  changes neither inputs nor outputs.
 """
 
@@ -40,6 +42,11 @@ class ForwardListener(Protocol):
 # process that loads the pickle and knows nothing of us.
 INERT = functools.partial(sys.audit, "torch_sentinel.inert_hook")
 
+# Calls that are none of training: what jit.trace records must hold nothing of ours, and inside of
+# torch.func's transforms tensors and parameters are others, which end with the transform.
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+is_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
+
 
 class Hook:
     """A hook that does not travel: in a deep copy (EMA) or a pickle of the module it is inert."""
@@ -48,7 +55,7 @@ class Hook:
         self._body = body
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None:
+        if not (torch.compiler.is_compiling() or is_tracing() or is_transforming()):
             self._body(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
