@@ -176,6 +176,19 @@ def test_a_short_range_of_layers_is_shown_step_by_step(
     assert ratio["steps"] == [480, 490, 500, 510]
 
 
+def test_without_ends_a_short_run_is_shown_as_it_is_with_them(tmp_path: Path) -> None:
+    place = tmp_path / "r8"
+    recorder = Recorder(place, run="r8", policy=Policy(), state=SimulatedTrainer().state)
+    SimulatedTrainer(seed=2, layers=4, recorder=recorder).run(40)
+    recorder.close()
+    wanted = files(tmp_path).layers(place, LAYER_GRAD_NORM, 0, 39, 300)
+    assert wanted["steps"] == list(range(40))
+    for first, last in ((None, None), (0, None), (None, 39)):
+        assert files(tmp_path).layers(place, LAYER_GRAD_NORM, first, last, 300) == wanted
+    half = files(tmp_path).layers(place, LAYER_GRAD_NORM, 20, None, 300)
+    assert half["steps"] == list(range(20, 40))
+
+
 def test_maxima_are_prepared_for_closed_segments_only(
     recorded: tuple[Path, SimulatedTrainer], tmp_path: Path
 ) -> None:

@@ -283,6 +283,7 @@ class SeriesFiles:
             raise QueryError(f"name must be a per-layer column, such as layer_grad_norm: {name!r}")
         if not 1 <= points <= 2_000:
             raise QueryError(f"points must lie between 1 and 2000, got {points}")
+        first, last = self._ends(directory, first, last)
         table: list[str] = []
         stretches: list[tuple[Ints, Ints, npt.NDArray[np.float32]]] = []
         for places in _groups(directory).values():
@@ -332,6 +333,25 @@ class SeriesFiles:
         self, path: Path, name: str, first: int | None, last: int | None, points: int
     ) -> tuple[Ints, Ints, npt.NDArray[np.float32]] | None:
         maxima = self._maxima_of(path)
+    def _ends(
+        self, directory: Path, first: int | None, last: int | None
+    ) -> tuple[int | None, int | None]:
+        """An end that was not given is the run's own: short runs are shown step by step then."""
+        if first is not None and last is not None:
+            return first, last
+        firsts, lasts = [], []
+        for place in list_incarnations(directory):
+            paths = [path for _, path in list_segments(place, LAYERS)]
+            for path in paths[:1] + paths[-1:]:
+                maxima = self._maxima_of(path)
+                if len(maxima.first_B):
+                    firsts.append(int(maxima.first_B[0]))
+                    lasts.append(int(maxima.last_B[-1]))
+        return (
+            min(firsts, default=None) if first is None else first,
+            max(lasts, default=None) if last is None else last,
+        )
+
         values = maxima.columns.get(name)
         if values is None:
             return None
