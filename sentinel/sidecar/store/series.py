@@ -329,10 +329,6 @@ class SeriesFiles:
                         made += 1
         return made
 
-    def _stretch(
-        self, path: Path, name: str, first: int | None, last: int | None, points: int
-    ) -> tuple[Ints, Ints, npt.NDArray[np.float32]] | None:
-        maxima = self._maxima_of(path)
     def _ends(
         self, directory: Path, first: int | None, last: int | None
     ) -> tuple[int | None, int | None]:
@@ -352,6 +348,10 @@ class SeriesFiles:
             max(lasts, default=None) if last is None else last,
         )
 
+    def _stretch(
+        self, path: Path, name: str, first: int | None, last: int | None, points: int
+    ) -> tuple[Ints, Ints, npt.NDArray[np.float32]] | None:
+        maxima = self._maxima_of(path)
         values = maxima.columns.get(name)
         if values is None:
             return None
