@@ -102,6 +102,7 @@ MOST_EVENTS = 64
 MOST_TEXT = 4096
 MOST_KINDS = 256  # different reasons, places or gauges that a trainer counts
 MOST_INFO = 64
+ENDED = ("finished", "halted")
 OPEN_ORDER = ("pending", "delivered")
 
 
@@ -183,6 +184,7 @@ class Run:
     max_layers: int = 512  # layers with series of their own
     reason: str = ""  # why it is only recorded; "" when decided
     json: bool = False  # a trainer without an engine: the state lives here alone
+    first: int | None = None  # the step at which such a one said that it begins
 
     state: State | None = None
     known: bool = False  # `state` is what frame `next_seq` is to be decided on, after its moves
@@ -476,7 +478,7 @@ class Runs:
         run.last_heard = now
         if message.counts is not None:
             run.counts = message.counts
-        if run.run_state in ("finished", "halted"):
+        if run.run_state in ENDED:
             return  # our answer was lost on the way
         self._count(run, message.moves)
         self._outcomes(run, message.moves, now)
@@ -637,13 +639,25 @@ class Runs:
         before: State | None = None,
         *,
         handed: bool = False,
+        skipped: bool = False,
     ) -> bool:
         """Note a live report; whether it is on disk now."""
         run.theirs = frame.own
         flags = 0 if decision is None else DECIDED
         if decision is None and frame.own is not None:
             decision, data = codec.core_decision(frame.own), codec.encode(frame.own)
-        kept = self._write(run, frame, data, decision, now, attempt, before, flags, handed=handed)
+        kept = self._write(
+            run,
+            frame,
+            data,
+            decision,
+            now,
+            attempt,
+            before,
+            flags,
+            handed=handed,
+            skipped=skipped,
+        )
         self._count(run, frame.moves)
         self._note_incidents(run, now)
         if run.state is not None:
@@ -666,6 +680,7 @@ class Runs:
         flags: int,
         *,
         handed: bool = False,
+        skipped: bool = False,
     ) -> bool:
         """Put a report on disk; False when the disk fails."""
         self._outcomes(run, frame.moves, now)
@@ -681,6 +696,7 @@ class Runs:
                 events=events,
                 before=before,
                 handed=handed,
+                skipped=skipped,
                 flags=flags,
             )
         except OSError as error:
@@ -739,7 +755,7 @@ class Runs:
             run=run.name,
             incarnation=run.incarnation,
             policy=run.policy,
-            state=run.state if run.json else None,
+            state=run.before if run.json else None,
             layers=run.layers,
             engine_version=run.engine_version,
             first=first,
@@ -917,17 +933,39 @@ class Runs:
 
     # ---- trainers without an engine ------------------------------------------------
 
-    def register_json(self, name: str, layers: tuple[Layer, ...], now: float) -> Run:
-        """Register a run whose state lives here: its trainer posts JSON and obeys."""
+    def register_json(
+        self, name: str, layers: tuple[Layer, ...], now: float, first: int | None = None
+    ) -> Run:
+        """Register a run whose state lives here: its trainer posts JSON and obeys.
+
+        Args:
+            first: it begins anew at this step, from a checkpoint; None: it goes on, if it has not
+                ended.
+
+        Raises:
+            RefusedError: a bad name, no room, another process writes this run, or it goes on with
+                other layers.
+        """
         _check_layers(layers)
+        if first is not None:
+            _check_step("first_step", first)
         old = self.runs.get(name)
-        if old is not None and old.json and old.run_state in ("running", "lost"):
+        run: Run | None
+        if old is not None and old.json and old.run_state not in ENDED:
             self._revive(old)
-            old.layers = _apart(layers) or old.layers
-            old.heard(now, report=False)
-            self._is_back(old, now)
-            return old
-        run = self._admit(name, "json", 0, now)
+            fresh = old.observation is None and old.state is None
+            if first is None or fresh:
+                table = _apart(layers) or old.layers
+                if not fresh:
+                    _same_layers(old, table)
+                old.layers = table
+                old.first = first if fresh else old.first
+                old.heard(now, report=False)
+                self._is_back(old, now)
+                return old
+            run = old
+        else:
+            run = self._admit(name, "json", 0, now)
         policy = self.settings.policy or Policy.load("default")
         data = codec.encode_policy(policy)
         fence = _fence(run, 0, False)
@@ -944,6 +982,7 @@ class Runs:
             registered=now,
             max_layers=self.settings.max_layers,
             json=True,
+            first=first,
             last_report=now,
             last_heard=now,
         )
@@ -969,6 +1008,12 @@ class Runs:
         run = self.get(name)
         if not run.json:
             raise RefusedError("fenced", f"run {name!r} is written by a trainer with an engine")
+        if run.run_state in ENDED:
+            raise RefusedError(
+                "over",
+                f"run {name!r} is {run.run_state}: PUT /v1/runs/{name} begins it anew, with "
+                "whatever step comes next",
+            )
         self._revive(run)
         _check_step("observation.step", observation.step)
         _check_columns(run, observation.columns)
@@ -978,41 +1023,38 @@ class Runs:
             raise ProtocolError(f"events may be {MOST_EVENTS} at one step, got {len(events)}")
         for at, event in enumerate(events):
             _check_event(f"events[{at}]", event)
+        asked = run.decision if run.undecided else None
+        if asked is not None and observation.step == asked.step:
+            run.heard(now, report=True)
+            self._is_back(run, now)
+            return asked  # the same question again
+        due = next_step(run)
+        hole = 0 if due is None else observation.step - due
+        _check_hole(name, hole, observation.step)
+        done = None if asked is None else _done(asked, outcome, observation.step)
+        # Nothing refuses from here on: a refused step has settled nothing.
         run.heard(now, report=True)
         self._is_back(run, now)
         moves: list[Move] = []
-        if run.undecided and run.observation is not None and run.decision is not None:
-            if observation.step == run.observation.step:
-                return run.decision  # the same question again
-            action = run.decision.action
-            done = outcome or Outcome(
-                run.observation.step, action, action is Action.PROCEED, Source.SIDECAR
-            )
-            done = replace(done, source=Source.SIDECAR)
-            try:
-                self._move(run, done)
-            except StateError as error:
-                raise RefusedError("malformed", str(error), 422) from error
+        if done is not None:
+            self._move(run, done)
             moves.append(messages.wire_outcome(done))
-        if run.state is None:
-            run.state = engine.initial(observation.step)
-        run.before = run.state
-        try:
-            for event in events:
-                noted = self._with_stats(run, event)
-                run.state = engine.note(run.state, noted, run.policy)
-                moves.append(codec.wire_event(noted))
-            observation = replace(observation, commands=self._pending(run, now))
-            started = self._timer()
-            decision = engine.decide(run.state, observation, run.policy)
-        except StateError as error:
-            self._count(run, moves)
-            raise RefusedError("malformed", str(error), 422) from error
+        state = run.state or engine.initial(observation.step)
+        run.state = run.before = replace(state, step=observation.step)
+        for event in events:
+            noted = self._with_stats(run, event)
+            run.state = engine.note(run.state, noted, run.policy)
+            moves.append(codec.wire_event(noted))
+        observation = replace(observation, commands=self._pending(run, now))
+        started = self._timer()
+        decision = engine.decide(run.state, observation, run.policy)
         run.duration.add(self._timer() - started)
         frame = Frame(
-            seq=run.next_seq, observation=codec.wire_observation(observation), moves=tuple(moves)
+            seq=run.next_seq + hole,
+            observation=codec.wire_observation(observation),
+            moves=tuple(moves),
         )
-        run.next_seq += 1
+        run.next_seq = frame.seq + 1
         run.undecided = True
         attempt = run.state.ledger.attempt
         self._record(
@@ -1024,6 +1066,7 @@ class Runs:
             attempt,
             codec.encode_decision(decision),
             run.before,
+            skipped=hole > 0 and run.record is not None,
         )
         return decision
 
@@ -1032,8 +1075,8 @@ class Runs:
         run = self.get(name)
         return run.next_seq - 1 in run.seen
 
-    def close_json(self, name: str, state: str, now: float) -> None:
-        """Such a run is over.
+    def close_json(self, name: str, state: str, now: float) -> str:
+        """Such a run is over; how it has ended, which may have been before.
 
         Raises:
             RefusedError: not such a run.
@@ -1041,12 +1084,19 @@ class Runs:
         run = self.get(name)
         if not run.json:
             raise RefusedError("fenced", f"run {name!r} is written by a trainer with an engine")
-        if run.run_state in ("finished", "halted"):
-            return
+        if run.run_state in ENDED:
+            return run.run_state
+        self._revive(run)
         run.last_heard = now
+        if run.undecided and run.decision is not None:
+            done = _done(run.decision, None, run.decision.step + 1)
+            self._move(run, done)
+            self._count(run, (messages.wire_outcome(done),))
+            self._note_incidents(run, now)
         self._ends(run, state, now)
         run.record = None
         self._store.close_record(name)
+        return run.run_state
 
     def _revive(self, run: Run) -> None:
         """After a restart of the sidecar: the state of such a run, computed again from its series.
@@ -1057,6 +1107,8 @@ class Runs:
         if not run.unrevived:
             return
         run.unrevived = False
+        self.get(run.name)
+        run.next_seq = run.seen.spans[-1][1] + 1 if run.seen.count else 0
         state: State | None = None
         last = False
         try:
@@ -1072,7 +1124,10 @@ class Runs:
                     state = engine.apply(state, seen, decision, item.outcome, run.policy)
                 elif state is not None:
                     run.state, last = state, False
-                    state = engine.note(state, self._with_stats(run, item), run.policy)
+                    kept = self._with_stats(run, item)
+                    # A recorded restore brings the statistics that it restored.
+                    noted = item if isinstance(item, Restored) else kept
+                    state = engine.note(state, noted, run.policy)
         except (SentinelError, OSError) as error:
             logger.error("cannot take up a run again run=%s error=%s", run.name, error)
             run.errors["revive"] = run.errors.get("revive", 0) + 1
@@ -1081,8 +1136,6 @@ class Runs:
         if not last:
             run.state = state
         run.undecided = last
-        self.get(run.name)
-        run.next_seq = run.seen.spans[-1][1] + 1 if run.seen.count else 0
         if run.state is not None:
             logger.info("taken up again run=%s step=%s", run.name, run.state.step)
 
@@ -1226,7 +1279,9 @@ class Runs:
                 new.last_report, new.unwritten = old.last_report, old.unwritten
                 new.rejected, new.rejects = old.rejected, old.rejects
                 new.saved_incidents = old.saved_incidents
-        if new.record is None:
+        if new.json:
+            self._store.close_record(new.name)  # its own is opened at its first step
+        elif new.record is None:
             self._open(new, first)
         self.runs[new.name] = new
         self._changed(new)
@@ -1271,6 +1326,61 @@ def _fence(old: Run | None, given: int, again: bool) -> int:
     if old is None:
         return max(given, 1)
     return max(old.fence, given) + (0 if again else 1)
+
+
+def _done(decided: Decision, told: Outcome | None, observed: int) -> Outcome:
+    """What was done at the newest step of a trainer without an engine.
+
+    Raises:
+        ProtocolError: it tells of another step.
+    """
+    action = decided.action
+    as_decided = Outcome(decided.step, action, action is Action.PROCEED, Source.SIDECAR)
+    if told is None or decided.step < told.step < observed:
+        return as_decided  # nobody asked about a step in a hole: it is not in the record
+    if told.step != decided.step:
+        raise ProtocolError(
+            f"outcome.step must be the step that was decided last ({decided.step}), got {told.step}"
+        )
+    return replace(told, source=Source.SIDECAR)
+
+
+def next_step(run: Run) -> int | None:
+    """The step that a trainer without an engine is expected to report; None: any."""
+    return run.first if run.state is None else run.state.step + run.undecided
+
+
+def _check_hole(name: str, hole: int, step: int) -> None:
+    """Raise RefusedError for a step that cannot come now."""
+    if 0 <= hole <= MOST_JUMP:
+        return
+    due = step - hole
+    bound = "" if hole < 0 else f" to {due + MOST_JUMP}"
+    raise RefusedError(
+        "malformed",
+        f"observation.step must be the next step ({due}) or a later one{bound}, got {step}; a "
+        f'trainer that begins again elsewhere says so: PUT /v1/runs/{name} with {{"first_step": '
+        f"{step}}}",
+        422,
+    )
+
+
+def _same_layers(run: Run, table: tuple[Layer, ...]) -> None:
+    """Raise RefusedError where a run that goes on is given another layer table."""
+    names, had = ([layer.name for layer in which] for which in (table, run.layers))
+    if names == had:
+        return
+    at = next((i for i, (a, b) in enumerate(zip(names, had, strict=False)) if a != b), None)
+    where = (
+        f"{len(names)} layers instead of {len(had)}"
+        if at is None
+        else f"layers[{at}] is {names[at][:64]!r} instead of {had[at][:64]!r}"
+    )
+    raise RefusedError(
+        "conflict",
+        f"run {run.name!r} goes on and has other layers: {where}; leave them out to go on, or "
+        'begin anew with "first_step"',
+    )
 
 
 def _apart(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:

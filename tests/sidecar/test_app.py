@@ -591,14 +591,14 @@ class TestPeople:
 
         run(test)
 
-    def test_a_step_out_of_order_is_refused_with_the_step_that_is_due(self) -> None:
+    def test_a_step_that_is_over_is_refused_with_the_step_that_is_due(self) -> None:
         async def test() -> None:
             async with sidecar() as at:
                 await at.tcp.put("/v1/runs/js", json={})
-                await at.tcp.post("/v1/runs/js/steps", json={"step": 0, "loss": 2.0})
-                got = await at.tcp.post("/v1/runs/js/steps", json={"step": 5, "loss": 2.0})
+                await at.tcp.post("/v1/runs/js/steps", json={"step": 5, "loss": 2.0})
+                got = await at.tcp.post("/v1/runs/js/steps", json={"step": 4, "loss": 2.0})
                 assert got.status_code == 422
-                assert "next step (1)" in got.json()["detail"]
+                assert "next step (6)" in got.json()["detail"]
 
         run(test)
 

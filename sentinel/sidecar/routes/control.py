@@ -52,8 +52,8 @@ SILENT_S = 30.0  # twice the time between two signs of life
 
 class _JsonCommand(msgspec.Struct, forbid_unknown_fields=True):
     kind: CommandKind
-    id: str = ""
-    value: float = 1.0
+    id: str | None = None
+    value: float | None = None
     target: int | None = None
     issued_by: str = ""
     expires_in_s: float = COMMAND_TTL_S
@@ -254,8 +254,25 @@ def _by(given: str, caller: Caller) -> str:
 
 
 def _command(asked: _JsonCommand, key: str, caller: Caller) -> Command:
-    if asked.kind is CommandKind.SCALE_LR and not 0.0 < asked.value <= 10.0:
-        raise ProtocolError(f"command.value must lie above 0 and at most 10, got {asked.value:g}")
+    kind, value = asked.kind, 1.0
+    if kind is CommandKind.SCALE_LR:
+        if asked.value is None:
+            raise ProtocolError(
+                "command.value must be given for scale_lr: the factor, above 0 and at most 10"
+            )
+        value = asked.value
+        if not 0.0 < value <= 10.0:
+            raise ProtocolError(f"command.value must lie above 0 and at most 10, got {value:g}")
+    elif asked.value is not None:
+        raise ProtocolError(
+            f"command.value is for scale_lr alone: leave it out for {kind.value}, got "
+            f"{asked.value:g}"
+        )
+    if asked.target is not None and kind not in (CommandKind.ROLLBACK, CommandKind.ACK):
+        raise ProtocolError(
+            f"command.target is for rollback and ack alone: leave it out for {kind.value}, got "
+            f"{asked.target}"
+        )
     if asked.kind is CommandKind.ACK and asked.target is None:
         raise ProtocolError("command.target must be the number of the incident to acknowledge")
     if asked.target is not None and not 0 <= asked.target < 2**53:
@@ -264,11 +281,12 @@ def _command(asked: _JsonCommand, key: str, caller: Caller) -> Command:
         raise ProtocolError(
             f"command.expires_in_s must lie above 0 and at most 86400, got {asked.expires_in_s:g}"
         )
+    if asked.id == "":
+        raise ProtocolError("command.id must not be empty: leave it out, and one is made up")
     chosen = asked.id or key or uuid.uuid4().hex
     if len(chosen) > NAME or not (chosen.isascii() and chosen.isprintable()):
         raise ProtocolError(f"command.id must have at most {NAME} printable ASCII characters")
     by = _by(asked.issued_by, caller)
-    value = asked.value if asked.kind is CommandKind.SCALE_LR else 1.0
     assert math.isfinite(value)
     return Command(chosen, asked.kind, value, asked.target, by)
 

@@ -26,6 +26,7 @@ from sentinel.core.events import (
 from sentinel.core.state import Stats
 from sentinel.core.types import Action, Outcome
 from sentinel.sidecar.door import read_json
+from sentinel.sidecar.runs import next_step
 from sentinel.sidecar.service import Service
 from sentinel.wire import codec
 from sentinel.wire.messages import (
@@ -49,6 +50,7 @@ class _JsonLayer(msgspec.Struct, forbid_unknown_fields=True):
 
 class _JsonRegister(msgspec.Struct, forbid_unknown_fields=True):
     layers: tuple[_JsonLayer | str, ...] = ()
+    first_step: int | None = None
 
 
 class _JsonEvent(msgspec.Struct, forbid_unknown_fields=True):
@@ -84,8 +86,12 @@ def router(service: Service) -> APIRouter:
         def of_person(body: bytes) -> tuple[int, Any]:
             asked = read_json(_JsonRegister, body or b"{}", "registration")
             layers = tuple(map(_layer, asked.layers))
-            taken = runs.register_json(run, layers, now())
-            return 200, {"run": run, "policy": taken.policy.to_dict()}
+            taken = runs.register_json(run, layers, now(), asked.first_step)
+            return 200, {
+                "run": run,
+                "policy": taken.policy.to_dict(),
+                "next_step": next_step(taken),
+            }
 
         def of_trainer(message: Register) -> Message:
             return runs.register(message, now())
@@ -125,8 +131,7 @@ def router(service: Service) -> APIRouter:
     async def close(run: str, request: Request) -> Response:
         def of_person(body: bytes) -> tuple[int, Any]:
             asked = read_json(_JsonClose, body or b"{}", "close")
-            runs.close_json(run, asked.state, now())
-            return 200, {"run": run, "state": asked.state}
+            return 200, {"run": run, "state": runs.close_json(run, asked.state, now())}
 
         def of_trainer(message: Close) -> Message:
             runs.close(message, now())

@@ -206,6 +206,7 @@ class Record(Recorder):
         events: Sequence[bytes] = (),
         before: State | None,
         handed: bool = False,
+        skipped: bool = False,
         flags: int = 0,
     ) -> None:
         """Record one report.
@@ -216,6 +217,8 @@ class Record(Recorder):
             events: what happened between the step before and this one, each as canonical bytes.
             before: the engine's state before those events, if it is known.
             handed: `before` was handed over: it holds those events, and a segment begins with it.
+            skipped: steps before this one were never reported: a segment begins with `before`, to
+                which nothing on disk leads.
 
         Raises:
             OSError: the disk failed; this report is not recorded.
@@ -247,6 +250,9 @@ class Record(Recorder):
             if handed and writer is not None and len(records) > 2:
                 writer.append_all(records[:-2])
                 records = records[-2:]
+            if skipped:
+                self._close_scalars()
+                self._gap, writer = True, None
             if handed or writer is None or self._gap or writer.size >= self._segment_bytes:
                 self._close_scalars()
                 self._foreign = False

@@ -288,11 +288,15 @@ class SeriesFiles:
         stretches: list[tuple[Ints, Ints, npt.NDArray[np.float32]]] = []
         for places in _groups(directory).values():
             for place in places:
-                table = _layer_names(place) or table
+                names = _layer_names(place)
+                before, stretches = stretches, []
                 for _, path in list_segments(place, LAYERS):
                     found = self._stretch(path, name, first, last, points)
                     if found is not None:
                         stretches.append(found)
+                if names and names != table and (stretches or not before):
+                    table, before = names, []  # another model: the same row is another layer there
+                stretches = before + stretches
         width = max((values.shape[1] for _, _, values in stretches), default=len(table))
         stretches = [s for s in stretches if s[2].shape[1] == width]
         names = table[:width] + [f"layer {at}" for at in range(len(table), width)]
