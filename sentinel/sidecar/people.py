@@ -296,10 +296,12 @@ class People:
         run, live = self._runs.runs.get(incident.run), incident.live
         if run is None or live is None or live.state is IncidentState.RESOLVED:
             return "noted; it was over already"
+        if run.run_state == "lost":
+            return "noted; the run is lost: it stays open until its trainer returns"
+        if run.run_state != "running":
+            return f"noted; the run is {run.run_state}, so that it stays open as it was at the end"
         if not live.latched:
             return "noted; it ends by itself when the run is quiet"
-        if run.run_state != "running":
-            return "noted; the run is not running, so that nobody ends it now"
         order = Command(
             f"ack-{incident.number}-{incident.opened}", CommandKind.ACK, 1.0, incident.number, by
         )

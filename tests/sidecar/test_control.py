@@ -12,7 +12,9 @@ import pytest
 
 from sentinel.core import engine
 from sentinel.core.events import SnapshotTaken
-from sentinel.core.types import Action
+from sentinel.core.state import Incident, Ledger, State
+from sentinel.core.types import Action, IncidentState, Severity
+from sentinel.sidecar.people import Known
 from sentinel.sidecar.security import Role
 from sentinel.wire.messages import Close
 from tests.sidecar.test_app import POLICY, Sidecar, Trainer, run, sidecar
@@ -262,6 +264,55 @@ class TestOrders:
                 got = await order(at.uds, kind="halt")
                 assert (got.status_code, trainer.run) == (409, "r")
                 assert "is finished: nobody would hear it" in got.text
+
+        run(test)
+
+    def test_a_halted_run_needs_its_marker_cleared_first_and_the_refusal_says_how(self) -> None:
+        async def test() -> None:
+            async with sidecar() as at:
+                await started(at)
+                known = at.app.state.service.runs.runs["r"]
+                known.run_state = "halted"
+                got = await order(at.uds, kind="resume")
+                assert got.status_code == 409
+                assert "`sentinel resume RUN`, then start the run again" in got.text
+                known.run_state = "finished"
+                assert "sentinel resume" not in (await order(at.uds, kind="resume")).text
+
+        run(test)
+
+    @pytest.mark.parametrize(
+        ("state", "latched", "said"),
+        [
+            ("running", False, "it ends by itself when the run is quiet"),
+            ("running", True, "the trainer ends it with its next step"),
+            ("finished", False, "the run is finished, so that it stays open as it was at the end"),
+            ("halted", True, "the run is halted, so that it stays open as it was at the end"),
+            ("lost", False, "the run is lost: it stays open until its trainer returns"),
+        ],
+    )
+    def test_an_acknowledgement_says_what_becomes_of_the_incident(
+        self, state: str, latched: bool, said: str
+    ) -> None:
+        async def test() -> None:
+            async with sidecar() as at:
+                await started(at)
+                service = at.app.state.service
+                known = service.runs.runs["r"]
+                incident = Incident(
+                    number=1,
+                    key="instability",
+                    state=IncidentState.FIRING,
+                    severity=Severity.CRITICAL,
+                    opened=1,
+                    last=1,
+                    summary="",
+                    latched=latched,
+                )
+                known.state = State(ledger=Ledger(incidents=(incident,)))
+                known.run_state = state
+                found = Known("r", 1, 1, None, incident, incident.key)
+                assert await service.people.acknowledge(found, "ada") == f"noted; {said}"
 
         run(test)
 

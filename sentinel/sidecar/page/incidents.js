@@ -165,7 +165,7 @@ export class Incidents {
   #ack(name, incident) {
     confirmDialog({
       title: `Acknowledge incident ${incident.number}?`, button: "Acknowledge",
-      text: incident.latched ? "Everybody sees that you have taken it. It is latched: your acknowledgement also ends it." : "Everybody sees that you have taken it. It ends by itself when the run is quiet.",
+      text: this.about.state !== "running" ? `Everybody sees that you have taken it. It stays open: the run is ${this.about.state}.` : incident.latched ? "Everybody sees that you have taken it. It is latched: your acknowledgement also ends it." : "Everybody sees that you have taken it. It ends by itself when the run is quiet.",
       fields: [nameField()],
       act: async ({ by }) => {
         await ask(`/v1/incidents/${encodeURIComponent(name)}/ack`, { method: "POST", body: { by } });

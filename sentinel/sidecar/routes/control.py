@@ -304,9 +304,12 @@ def _same(old: Command, new: Command) -> None:
 def _sensible(run: Run, command: Command) -> None:
     """Refuse what cannot come to anything, while somebody is there to hear it."""
     if run.run_state in ("finished", "halted"):
+        # Started again as it is, a halted one would raise StillHalted.
+        clear = "clear its marker where the run_dir is with `sentinel resume RUN`, then "
         raise RefusedError(
             "over",
-            f"run {run.name!r} is {run.run_state}: nobody would hear it; start the run again, "
+            f"run {run.name!r} is {run.run_state}: nobody would hear it; "
+            f"{clear if run.run_state == 'halted' else ''}start the run again, "
             "or look at what happened: sentinel incidents RUN --all",
         )
     ledger: Ledger | None = None if run.state is None else run.state.ledger
