@@ -14,7 +14,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from sentinel.core.errors import ConfigError
+from sentinel.cli.failing import UsageError
 from sentinel.dashboards import alerts
 from sentinel.dashboards import push as pushing
 from sentinel.dashboards.annotate import AnnotationWriter, connector
@@ -80,7 +80,7 @@ def grafana_from(options: argparse.Namespace) -> Grafana | None:
 
     every = options.grafana_every
     if not (math.isfinite(every) and (every == 0.0 or every >= 0.1)):
-        raise ConfigError(f"--grafana-every must be 0 or at least 0.1 minutes, got {every:g}")
+        raise UsageError(f"--grafana-every must be 0 or at least 0.1 minutes, got {every:g}")
     connect = connector(os.environ, url=options.grafana_url, token_file=options.grafana_token_file)
     if connect is None:
         return None

@@ -11,10 +11,12 @@ import argparse
 import importlib.util
 import json
 import logging
+import math
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from sentinel.cli import dashboards, failing, keep, look, order, replay, resume,
 from sentinel.cli.failing import UsageError
 from sentinel.cli.remote import DEFAULT_PORT
 from sentinel.client import TOKEN_VARIABLE
-from sentinel.core.errors import SentinelError
+from sentinel.core.errors import ConfigError, SentinelError
 from sentinel.core.policy import SHIPPED, Policy
 from sentinel.wire import codec
 
@@ -32,6 +34,7 @@ ROLES = ("read", "ingest", "control")
 DATA_VARIABLE, DEFAULT_DATA = "SENTINEL_DATA", "sentinel-data"
 DATABASE_VARIABLE = "SENTINEL_DATABASE"
 GIB = 2**30
+LEAST_GIB = 1 / 64  # see MIN_RUN_BYTES of the sidecar's settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     serve_.add_argument(
         "--lost-after",
-        type=float,
+        type=_number(0.0, above=True),
         default=60.0,
         metavar="S",
         help="seconds of silence after which a run is lost (%(default)g)",
@@ -99,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     serve_.add_argument(
         "--database",
+        type=_database,
         metavar="URL",
         default=os.environ.get(DATABASE_VARIABLE, ""),
         help=f"postgresql://... instead of a file in --data (${DATABASE_VARIABLE})",
@@ -119,14 +123,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     serve_.add_argument(
         "--retention",
-        type=float,
+        type=_number(0.0, above=True, endless=True),
         default=30.0,
         metavar="DAYS",
         help="how long what is known of ended runs is kept (%(default)g)",
     )
     serve_.add_argument(
         "--audit-retention",
-        type=float,
+        type=_number(0.0, above=True, endless=True),
         metavar="DAYS",
         help="how long the audit log is kept (365, or --retention where that is longer)",
     )
@@ -149,14 +153,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     serve_.add_argument(
         "--verify-every",
-        type=float,
+        type=_number(1 / 60, or_none=True),
         default=24.0,
         metavar="HOURS",
         help="how often each snapshot is read again (%(default)g); 0: never",
     )
     serve_.add_argument(
         "--verify-rate",
-        type=float,
+        type=_number(1.0),
         default=32.0,
         metavar="MIB",
         help="at most so many MiB a second (%(default)g)",
@@ -190,13 +194,50 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _number(
+    least: float, *, above: bool = False, or_none: bool = False, endless: bool = False
+) -> Callable[[str], float]:
+    """A number from `least` on, for argparse; what the sidecar would refuse is bad usage.
+
+    Args:
+        above: `least` itself is too little.
+        or_none: 0 is taken as well, for never.
+        endless: so is inf.
+    """
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        enough = value > least if above else value >= least
+        if (enough and (endless or value < math.inf)) or (or_none and value == 0.0):
+            return value
+        bound = f"{'0, or ' if or_none else ''}{'above' if above else 'at least'} {least:.3g}"
+        raise argparse.ArgumentTypeError(f"must be {bound}, got {text!r}")
+
+    return read
+
+
+def _database(text: str) -> str:
+    if text and not re.match(r"(sqlite|postgres|postgresql)(\+\w+)?://", text):
+        # Not shown whole: it may hold a password.
+        kind = f"{text.partition('://')[0]}://..." if "://" in text else "one without ://"
+        raise argparse.ArgumentTypeError(
+            f"must be postgresql://... or sqlite:///PATH (or ${DATABASE_VARIABLE}), got {kind}"
+        )
+    return text
+
+
 def _gib(text: str) -> int:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0.0 < value < 2**20:
-        raise argparse.ArgumentTypeError(f"must be a number of GiB above 0, got {text!r}")
+    if not LEAST_GIB <= value < 2**20:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of GiB, at least {LEAST_GIB:.3g} (16 MiB), got {text!r}"
+        )
     return int(value * GIB)
 
 
@@ -226,10 +267,21 @@ def serve(options: argparse.Namespace) -> int:
     )
     for noisy in ("alembic", "apscheduler", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        policy = Policy.load(options.policy) if options.policy else None
+    except ConfigError as error:
+        raise UsageError(f"--policy: {error}", prog="sentinel serve") from error
+    kept = options.audit_retention
+    if kept is not None and kept < options.retention:
+        raise UsageError(
+            f"--audit-retention must be at least --retention ({options.retention:g}), got "
+            f"{kept:g}: the log must say what was asked of a run that is still kept",
+            prog="sentinel serve",
+        )
     grafana = keep.grafana_from(options)
     settings = Settings(
         grafana=grafana,
-        policy=Policy.load(options.policy) if options.policy else None,
+        policy=policy,
         token=os.environ.get(TOKEN_VARIABLE, ""),
         token_files=tuple((Role(role), path) for role, path in options.token_file),
         lost_after_s=options.lost_after,
@@ -238,9 +290,7 @@ def serve(options: argparse.Namespace) -> int:
         max_store_bytes=options.quota,
         max_run_bytes=options.run_quota,
         retention_days=options.retention,
-        audit_days=max(365.0, options.retention)
-        if options.audit_retention is None
-        else options.audit_retention,
+        audit_days=max(365.0, options.retention) if kept is None else kept,
         watch=tuple(options.watch),
         run_dirs=tuple(options.run_dir),
         verify_every_s=options.verify_every * 3600.0,
@@ -252,6 +302,10 @@ def serve(options: argparse.Namespace) -> int:
         if not folder.is_dir():  # it may come yet; a slip in its name will not
             said = f"{folder} is not there; its runs are shown once it is"
             print(f"sentinel serve: --watch: {said}", file=sys.stderr)
+    for folder in settings.run_dirs:
+        if not folder.is_dir():
+            said = f"{folder} is not there; snapshots in it are read again once it is"
+            print(f"sentinel serve: --run-dir: {said}", file=sys.stderr)
     try:
         run_sidecar(
             settings,

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
+from sentinel.cli.failing import UsageError
 from sentinel.cli.words import text
 from sentinel.client import TOKEN_VARIABLE, Client, MissError
 from sentinel.core.errors import ConfigError, SentinelError
@@ -76,10 +77,16 @@ class Remote:
     """One sidecar."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Raises ConfigError: the URL is none, or the token file cannot be read."""
+        """Raises UsageError: the URL is none; ConfigError: the token file cannot be read."""
         self.url: str = options.sidecar or default_sidecar()
         token = None if options.token_file is None else _first_token(Path(options.token_file))
-        self._client = Client(self.url, token=token)
+        try:
+            self._client = Client(self.url, token=token)
+        except ConfigError as error:
+            raise UsageError(
+                f"{'--sidecar' if options.sidecar else '$' + SIDECAR_VARIABLE} must be "
+                f"http://host:port or unix:///path/to/socket, got {self.url!r}"
+            ) from error
 
     def __enter__(self) -> Remote:
         return self

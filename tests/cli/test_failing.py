@@ -108,6 +108,24 @@ class TestNoSidecar:
         (("run", "--"), "run needs a command"),
         (("serve", "--port", "x"), "must be a number from 0 to 65535"),
         (("replay", "r7", "--policy", "nope"), "policy must be one of default, observe"),
+        (("serve", "--policy", "nope"), "--policy: policy must be one of default, observe"),
+        (("serve", "--lost-after", "0"), "--lost-after: must be above 0, got '0'"),
+        (("serve", "--lost-after", "inf"), "--lost-after: must be above 0, got 'inf'"),
+        (("serve", "--retention", "0"), "--retention: must be above 0, got '0'"),
+        (
+            ("serve", "--audit-retention", "3"),
+            "--audit-retention must be at least --retention",
+        ),
+        (("serve", "--verify-every", "0.01"), "--verify-every: must be 0, or at least 0.0167"),
+        (("serve", "--verify-rate", "0"), "--verify-rate: must be at least 1, got '0'"),
+        (
+            ("serve", "--run-quota", "0.001"),
+            "--run-quota: must be a number of GiB, at least",
+        ),
+        (("serve", "--database", "foo"), "--database: must be postgresql://... or sqlite:///PATH"),
+        (("serve", "--database", "mysql://u:secret@h/d"), "got mysql://..."),
+        (("serve", "--grafana-every", "-1"), "--grafana-every must be 0 or at least 0.1"),
+        (("runs", "--sidecar", "ftp://x"), "--sidecar must be http://host:port or unix:///"),
     ],
 )
 def test_bad_usage_is_2_and_json_when_asked(
@@ -117,6 +135,7 @@ def test_bad_usage_is_2_and_json_when_asked(
     told = capsys.readouterr()
     assert told.out == ""
     assert said in told.err
+    assert "secret" not in told.err
     at = list(arguments)
     at[1:1] = ["--json"] if at else []
     if at and at[0] in ("run", "serve"):
@@ -189,10 +208,12 @@ def test_a_watched_folder_that_is_not_there_is_said(
     served: list[Any] = []
     monkeypatch.setattr("sentinel.sidecar.serve.serve", lambda *a, **k: served.append(a))
     monkeypatch.setattr("logging.basicConfig", lambda **_: None)
-    assert run("serve", "--watch", str(tmp_path), "--watch", str(tmp_path / "no")) == 0
+    folders = ("--watch", str(tmp_path), "--watch", str(tmp_path / "no"))
+    assert run("serve", *folders, "--run-dir", str(tmp_path), "--run-dir", str(tmp_path / "x")) == 0
     err = capsys.readouterr().err
     assert f"--watch: {tmp_path / 'no'} is not there; its runs are shown once it is" in err
-    assert err.count("--watch") == 1
+    assert f"--run-dir: {tmp_path / 'x'} is not there; snapshots in it are read again" in err
+    assert err.count("--watch") == err.count("--run-dir") == 1
     assert len(served) == 1
 
 
