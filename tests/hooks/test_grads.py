@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import sentinel_hooks
 from sentinel_hooks.layers import OTHER, LayerTable
 from sentinel_hooks.probes.grads import GradProbe, tensor_norms
 from sentinel_hooks.probes.read import read
@@ -200,6 +204,196 @@ def test_norms_from_clips_are_used_whole_in_parts_and_never_twice() -> None:
         total, layers = measured(probe)
         assert (total, layers) == (pytest.approx(truth[0]), pytest.approx(truth[1])), groups
         probe.forget_clips()
+
+
+def decay_groups(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """As trainers make them: matrices decay, vectors do not, so the order is not the model's."""
+    ps = list(model.parameters())
+    matrices, vectors = [p for p in ps if p.dim() > 1], [p for p in ps if p.dim() < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [torch.optim.SGD(groups, lr=0.1)]
+
+
+def frozen_in_the_optimizer(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.parameters(), lr=0.1)]
+
+
+def trainable_outside_it(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(list(model.parameters())[2:], lr=0.1)]
+
+
+def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    ps = list(model.parameters())
+    return [torch.optim.SGD(ps[3:], lr=0.1), torch.optim.SGD(ps[:3], lr=0.1)]
+
+
+def embedded(device: str = "cpu") -> nn.Module:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
+    model[0].requires_grad_(False)
+    return model
+
+
+def fill_grads(model: nn.Module, seed: int = 0) -> None:
+    g = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        values = torch.randn(p.shape, generator=g)
+        if p.requires_grad:
+            p.grad = torch.empty_like(p) if p.device.type == "meta" else values
+
+
+def clip_all(probe: GradProbe, model: nn.Module) -> None:
+    """What the tap tells of clip_grad_norm_(model.parameters()): those with a gradient."""
+    owners = [p for p in model.parameters() if p.grad is not None]
+    probe.clipped(owners, [p.grad for p in owners if p.grad is not None], None)
+
+
+Split = Callable[[nn.Module], list[torch.optim.Optimizer]]
+one_clip = pytest.mark.parametrize(
+    "split", [decay_groups, frozen_in_the_optimizer, trainable_outside_it, two_optimizers]
+)
+
+
+@one_clip
+def test_one_clip_over_the_model_is_used_whole_however_optimizers_split_it(
+    split: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = embedded()
+    optimizers = split(model)
+    members = range(len(optimizers))
+    probe = GradProbe(optimizers, LayerTable.of([model]))
+
+    def refused(*_: Any, **__: Any) -> Tensor:
+        raise AssertionError("measure() read from the device")
+
+    for step in range(3):
+        fill_grads(model, step)
+        expected = {
+            id(p): torch.stack(tensor_norms([p.grad]))
+            for p in model.parameters()
+            if p.grad is not None
+        }
+        clip_all(probe, model)
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(1e-3)  # measured again it would be another norm
+        with monkeypatch.context() as patch:
+            for name in ("cpu", "item", "tolist", "__float__"):
+                patch.setattr(Tensor, name, refused)
+            assert not probe.clips_in_parts(members)
+            pending = probe.measure(members)
+        for norms, member in zip(pending.norms, probe.members, strict=True):
+            own = [expected[id(p)] for p in member.parameters if p.grad is not None]
+            assert torch.equal(norms, torch.cat(own))  # to the last bit, in the member's order
+        probe.forget_clips()
+
+
+@one_clip
+def test_nothing_is_read_from_the_device_for_them(split: Split) -> None:
+    model = embedded("meta")
+    optimizers = split(model)
+    probe = GradProbe(optimizers, LayerTable.of([model]))
+    fill_grads(model)
+    clip_all(probe, model)
+    pending = probe.measure(range(len(optimizers)))  # any read from a meta tensor raises
+    assert {n.device.type for n in pending.norms} == {"meta"}
+
+
+def test_what_is_known_of_a_clip_goes_when_its_list_or_the_groups_change() -> None:
+    model = embedded()
+    ps = list(model.parameters())[1:]
+    (optimizer,) = decay_groups(model)
+    probe = GradProbe([optimizer], LayerTable.of([model]))
+
+    def same(*clipped: list[nn.Parameter]) -> bool:
+        """Whether it was clipped in parts; the norms must be those of the whole."""
+        probe.refresh()
+        fill_grads(model, 3)
+        probe.forget_clips()
+        truth = measured(probe)
+        clips(probe, *clipped)
+        in_parts = probe.clips_in_parts([0])
+        assert measured(probe) == (pytest.approx(truth[0]), pytest.approx(truth[1]))
+        assert measured(probe) == (pytest.approx(truth[0]), pytest.approx(truth[1]))
+        return in_parts
+
+    assert not same(ps)
+    assert not same(ps[::-1])
+    assert not same([ps[1], ps[0], *ps[2:]])
+    assert same(ps[1:3])
+    assert same(ps[:2], ps[2:])
+    assert not same(ps)
+    late = nn.Parameter(torch.zeros(2))
+    late.grad = torch.ones(2)
+    optimizer.add_param_group({"params": [late]})
+    assert same(ps), "one was not clipped"
+    assert not same([late, *ps])
+    late.grad = None
+    assert not same(ps), "without a gradient there is nothing to clip"
+    other = nn.Parameter(torch.zeros(2))
+    optimizer.param_groups[0]["params"][1] = other
+    assert not same(ps)
+    other.grad = torch.full((2,), 7.0)
+    assert same(ps)
+
+
+def test_a_gradient_dropped_after_the_clip_is_not_counted() -> None:
+    model = embedded()
+    (optimizer,) = decay_groups(model)
+    probe = GradProbe([optimizer], LayerTable.of([model]))
+    for _ in range(2):
+        fill_grads(model)
+        probe.forget_clips()
+        clip_all(probe, model)
+        whole = measured(probe)[0]
+        model[2].weight.grad = None
+        rest = measured(probe)
+        assert rest[0] < whole
+        assert rest[1] == pytest.approx(brute_force(probe._table, model))
+
+
+def test_each_optimizer_clipped_by_itself_is_not_clipped_in_parts() -> None:
+    model = embedded()
+    optimizers = two_optimizers(model)
+    probe = GradProbe(optimizers, LayerTable.of([model]))
+    fill_grads(model)
+    truth = measured(probe)
+    own = [[p for p in m.parameters if p.grad is not None] for m in probe.members]
+    clips(probe, own[0])
+    assert not probe.clips_in_parts([0, 1]), "the other was not clipped at all"
+    clips(probe, own[1])
+    assert not probe.clips_in_parts([0, 1])
+    assert measured(probe) == (pytest.approx(truth[0]), pytest.approx(truth[1]))
+    clips(probe, own[0][:1])
+    assert probe.clips_in_parts([0, 1])
+    assert not probe.clips_in_parts([1])
+
+
+def test_a_parameter_swapped_in_the_middle_of_a_group_is_watched_in_the_same_step(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with sentinel_hooks.attach(
+        model=model, optimizer=optimizer, sidecar=None, run_dir=tmp_path
+    ) as session:
+        for t in range(8):
+            if t == 6:
+                new = copy.deepcopy(model[1].weight)
+                model[1].weight = new
+                optimizer.param_groups[0]["params"][2] = new
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            if t >= 6:
+                model[1].weight.grad[0, 0] = math.nan
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.step()
+            held = all(map(torch.equal, before, model.parameters()))
+            assert held is (t >= 6), t
+        assert not session.status().internal_errors
 
 
 def test_the_hot_path_reads_nothing_from_the_device() -> None:

@@ -5,7 +5,8 @@
     norms = probe.resolve(pending, values)        float64 on the host
 
 One call over the large gradients and one for each shape of the small ones (packing.py), or the
-norms that the user's clip computed anyway (seams/clip_tap.py): then measuring costs nothing. fp16
+norms that the user's clip computed anyway (seams/clip_tap.py): then measuring costs nothing, or
+one selection on the device where the clip's list is not the optimizer's (decay groups). fp16
 and bf16 gradients are accumulated in float32: without it fp16 overflows at 65,504 and bf16 is 1e-3
 off. Squares are summed in float64 on the host, where 1e38 squared still fits.
 
@@ -55,10 +56,11 @@ class Member:
     optimizer: torch.optim.Optimizer
     parameters: list[nn.Parameter]
     layer_P: npt.NDArray[np.intp]  # OTHER is len(table) here: bincount wants no negatives
-    signature: tuple[int, ...]
+    groups: list[list[Tensor]]  # as they were, held so that no identity is used again
     share_P: Float64 | None = None  # of each square that is this rank's; None: one process
     sharded: bool = False  # some are DTensors, be it on a mesh of one
     packed: _Packed | None = None  # how they were measured last
+    where: _Where | None = None  # where the last clips had them
 
 
 @dataclass(slots=True)
@@ -70,6 +72,29 @@ class _Packed:
     packing: Packing
     layers: list[npt.NDArray[np.intp]]
     shares: list[Float64 | None]
+
+
+@dataclass(slots=True)
+class _Where:
+    """Where clips over just these lists have a member's parameters."""
+
+    clipped: list[list[Tensor]]  # held so that no identity is used again
+    seen: int  # the clips that this was last compared with
+    touching: list[int]  # the clips that have some
+    at: list[int]  # place of each parameter's norm in the vectors of those, joined; -1: nowhere
+    others: list[nn.Parameter]  # those that no clip had
+    picked: _Picked | None = None
+
+
+@dataclass(slots=True)
+class _Picked:
+    """Of those that have a gradient now: which were clipped, and where their norms are."""
+
+    have: list[int] | None
+    index: Tensor
+    layer_P: npt.NDArray[np.intp]
+    share_P: Float64 | None
+    left: list[int]  # which were not clipped
 
 
 @dataclass(slots=True)
@@ -126,13 +151,17 @@ class GradProbe:
         self._compared: list[tuple[Tensor, Tensor, bool]] = []
         self.checked: list[tuple[float, float, bool]] = []
         self._clips: list[tuple[list[Tensor], Tensor]] = []
-        self.members = [Member(o, [], np.empty(0, np.intp), ()) for o in optimizers]
+        self._clips_seen = 0  # rises whenever they change
+        self.members = [Member(o, [], np.empty(0, np.intp), []) for o in optimizers]
         self.unlisted = 0
         self.refresh()
 
     def refresh(self) -> None:
         """Look again at the groups: parameters may have been added, or replaced."""
-        if all(m.signature == _signature(m.optimizer) for m in self.members):
+        if all(
+            _same_lists(m.groups, [g["params"] for g in m.optimizer.param_groups])
+            for m in self.members
+        ):
             return
         seen: set[int] = set()
         self.unlisted = 0
@@ -150,10 +179,11 @@ class GradProbe:
             member.parameters = fresh
             member.layer_P = layer_P
             member.packed = None
+            member.where = None
             member.sharded = any(hasattr(p, "_local_tensor") for p in fresh)
             if self._world > 1:
                 member.share_P = np.array([share(p, self._world) for p in fresh])
-            member.signature = _signature(member.optimizer)
+            member.groups = [list(g["params"]) for g in member.optimizer.param_groups]
 
     # -- the user's clip ---------------------------------------------------------------------
 
@@ -165,6 +195,7 @@ class GradProbe:
             norms = _concat(tensor_norms([local(g) for g in grads]))
         if norms is not None:
             self._clips.append((list(parameters), norms))
+            self._clips_seen += 1
             if self._checks_due:
                 self._compare([local(g) for g in grads], list(norms))
 
@@ -172,6 +203,7 @@ class GradProbe:
         """The gradients have moved since, or were used: those norms are stale."""
         if self._clips:
             self._clips = []
+            self._clips_seen += 1
 
     @property
     def has_clips(self) -> bool:
@@ -179,29 +211,36 @@ class GradProbe:
         return bool(self._clips)
 
     def clips_in_parts(self, members: Sequence[int]) -> bool:
-        """The user has clipped, but not just these: measure() must look at each norm by itself."""
-        return bool(self._clips) and any(
-            self._clipped_exactly(self.members[m].parameters) is None for m in members
-        )
+        """One of these was clipped more than once, or only some of its gradients were."""
+        if not self._clips:
+            return False
+        for member in (self.members[m] for m in members):
+            if self._clipped_exactly(member.parameters) is not None:
+                continue
+            where = self._located(member)
+            if len(where.touching) > 1:
+                return True
+            if where.touching and any(p.grad is not None for p in where.others):
+                return True
+        return False
 
     def _clipped_exactly(self, owners: Sequence[Tensor]) -> Tensor | None:
         """Norms from the one clip that was over just these, in this order: the usual case."""
         if len(self._clips) != 1:
             return None
         clipped, norms = self._clips[0]
-        same = len(clipped) == len(owners) and all(map(operator.is_, clipped, owners))
-        return norms if same else None
+        return norms if _same(clipped, owners) else None
 
-    def _clipped_in_parts(self, owners: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
-        """Norms from any clips, and the places of those owners that were clipped."""
-        where: dict[int, Tensor] = {}
-        for clipped, norms in self._clips:
-            for p, norm in zip(clipped, norms.cpu(), strict=True):
-                where.setdefault(id(p), norm)  # the first clip saw the unclipped gradient
-        places = [i for i, p in enumerate(owners) if id(p) in where]
-        if not places:
-            return None
-        return torch.stack([where[id(owners[i])] for i in places]), places
+    def _located(self, member: Member) -> _Where:
+        """Where the clips have this member's parameters, which hardly ever changes."""
+        where = member.where
+        if where is not None and where.seen == self._clips_seen:
+            return where
+        lists = [clipped for clipped, _ in self._clips]
+        if where is None or not _same_lists(where.clipped, lists):
+            where = member.where = _locate(member.parameters, lists)
+        where.seen = self._clips_seen
+        return where
 
     # -- measuring ---------------------------------------------------------------------------
 
@@ -263,16 +302,21 @@ class GradProbe:
 
     def _add_clipped(
         self, pending: PendingNorms, member: Member, have: list[int] | None
-    ) -> list[int]:
-        """What clips have measured of this member; the places that are left."""
-        left = have if have is not None else list(range(len(member.parameters)))
-        parts = self._clipped_in_parts([member.parameters[i] for i in left])
-        if parts is None:
-            return left
-        norms, among = parts
-        places = [left[i] for i in among]
-        pending.add(norms, member.layer_P[places], _picked(member.share_P, places))
-        return sorted(set(left).difference(places))
+    ) -> list[int] | None:
+        """What clips have measured of this member; the places that are left (None: all)."""
+        where = self._located(member)
+        if not where.touching:
+            return have
+        vectors = [self._clips[k][1].detach() for k in where.touching]
+        norms = vectors[0]
+        if len(vectors) > 1:
+            norms = torch.cat([v.to(norms.device) for v in vectors])
+        picked = where.picked
+        if picked is None or picked.have != have or picked.index.device != norms.device:
+            picked = where.picked = _picked_of(member, where, have, norms.device)
+        if len(picked.layer_P):
+            pending.add(norms.index_select(0, picked.index), picked.layer_P, picked.share_P)
+        return picked.left
 
     def resolve(self, pending: PendingNorms, values: Sequence[Float64]) -> Norms | None:
         """The squares, from the norms' values on the host; None without any gradient."""
@@ -332,6 +376,40 @@ def _picked(share_P: Float64 | None, places: list[int]) -> Float64 | None:
     return None if share_P is None else share_P[places]
 
 
+def _locate(parameters: Sequence[nn.Parameter], lists: list[list[Tensor]]) -> _Where:
+    own = {id(p): i for i, p in enumerate(parameters)}
+    at = [-1] * len(parameters)
+    touching: list[int] = []
+    start = 0
+    for k, clipped in enumerate(lists):
+        touched = False
+        for j, p in enumerate(clipped):
+            i = own.get(id(p))
+            if i is not None:
+                touched = True
+                if at[i] < 0:  # the first clip saw the unclipped gradient
+                    at[i] = start + j
+        if touched:
+            touching.append(k)
+            start += len(clipped)
+    others = [p for p, place in zip(parameters, at, strict=True) if place < 0]
+    return _Where(lists, -1, touching, at, others)
+
+
+def _picked_of(
+    member: Member, where: _Where, have: list[int] | None, device: torch.device
+) -> _Picked:
+    among = have if have is not None else range(len(member.parameters))
+    places = [i for i in among if where.at[i] >= 0]
+    return _Picked(
+        have,
+        torch.tensor([where.at[i] for i in places], dtype=torch.long, device=device),
+        member.layer_P[places],
+        _picked(member.share_P, places),
+        [i for i in among if where.at[i] < 0],
+    )
+
+
 def _packed(member: Member, have: list[int] | None, plain: bool) -> _Packed:
     """The packing for these gradients, which hardly ever are others than in the step before."""
     known = member.packed
@@ -374,10 +452,9 @@ def _concat(norms: Sequence[Tensor]) -> Tensor | None:
     return torch.stack([n.to(first) for n in norms])
 
 
-def _signature(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """Changes when parameters are added, removed or replaced wholesale."""
-    signature: list[int] = []
-    for group in optimizer.param_groups:
-        params = group["params"]
-        signature += (len(params), id(params[0]) if params else 0, id(params[-1]) if params else 0)
-    return tuple(signature)
+def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return len(left) == len(right) and all(map(operator.is_, left, right))
+
+
+def _same_lists(left: Sequence[Sequence[Tensor]], right: Sequence[Sequence[Tensor]]) -> bool:
+    return len(left) == len(right) and all(map(_same, left, right))
