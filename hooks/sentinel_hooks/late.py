@@ -105,7 +105,7 @@ class Ready:
 
     def __init__(self, target: Target) -> None:
         self._optimizers = target.optimizers
-        self._known: list[tuple[int, list[int]]] = [(-1, [])] * len(target.optimizers)
+        self._known: list[tuple[int, int, list[int]]] = [(-1, -1, [])] * len(target.optimizers)
 
     def why_not(self, members: list[int]) -> str:
         """The reason against it; "" for none."""
@@ -126,16 +126,21 @@ class Ready:
         """
         optimizer = self._optimizers[m]
         state = optimizer.state
+        if isinstance(optimizer, torch.optim.SGD):
+            # Looked at each time: people restart the momentum in place, and a bad batch in that
+            # very step would go into the weights.
+            return all(
+                (state.get(p) or {}).get("momentum_buffer") is not None
+                for group in optimizer.param_groups
+                if group.get("momentum")
+                for p in group["params"]
+                if p.grad is not None
+            )
         params = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        found = (len(state), list(map(id, params)))
+        found = (len(state), sum(map(len, state.values())), list(map(id, params)))
         if found == self._known[m]:
             return True
-        made = all(
-            state.get(p) or (isinstance(optimizer, torch.optim.SGD) and not group.get("momentum"))
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        )
+        made = all(map(state.get, params))
         if made:
             self._known[m] = found
         return made

@@ -5,8 +5,8 @@ Oracles: a loop written by hand that throws the faulty batch away (as for reads=
 run attached with reads="now", and, for what is read, a meta device on which every read is counted.
 
 Seen red: with found_inf not set, left in place after the step, or set from the norm alone; with a
-step in trouble, or one that makes optimizer state, not read at once; with running statistics not
-put back; with the last outcome not read at detach(); and with the read done at the safe point.
+step in trouble, or one that makes optimizer state (again, too), not read at once; with running
+statistics not put back; with the last outcome not read at detach(); and with the read done at the safe point.
 """
 
 from __future__ import annotations
@@ -207,6 +207,95 @@ def test_a_step_that_makes_optimizer_state_is_read_at_once(
                 assert session._sent is None
                 assert not any(optimizer.state.get(p) for p in second.parameters())
     assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *(("SGD-fused", change) for change in ("emptied", "dropped", "none", "momentum")),
+        *(("AdamW-fused", change) for change in ("emptied", "dropped")),
+    ],
+)
+def test_optimizer_state_reset_in_place_is_made_by_a_step_that_is_read_at_once(
+    name: str, change: str, tmp_path: Path
+) -> None:
+    """Restarted momentum and a bad batch in the very same step."""
+    ends = []
+    for reads in ("now", "late"):
+        torch.manual_seed(8)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        options: dict[str, Any] = {"lr": 1e-2, "fused": True}
+        cls: Any = torch.optim.AdamW
+        if name == "SGD-fused":
+            options["momentum"], cls = (0.0 if change == "momentum" else 0.9), torch.optim.SGD
+        optimizer = cls(model.parameters(), **options)
+        with sentinel_hooks.attach(
+            model=model,
+            optimizer=optimizer,
+            policy=SMALL,
+            sidecar=None,
+            run_dir=tmp_path / reads,
+            reads=reads,
+        ) as session:
+            for t in range(16):
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                if t == 12:
+                    if change == "momentum":
+                        optimizer.param_groups[0]["momentum"] = 0.9
+                    for p in model.parameters() if change != "momentum" else ():
+                        if change == "emptied":
+                            optimizer.state[p] = {}
+                        elif change == "dropped":
+                            del optimizer.state[p]
+                        else:
+                            optimizer.state[p]["momentum_buffer"] = None
+                    model[2].weight.grad[0, 0] = math.nan
+                before = [p.detach().clone() for p in model.parameters()]
+                optimizer.step()
+                assert all(map(torch.equal, before, model.parameters())) is (t == 12)
+                if reads == "late":
+                    # 13 follows a fault.
+                    assert (session._sent is not None) is (t in (5, 6, 7, 8, 9, 10, 11, 14, 15)), t
+        assert skipped(session) == {"nonfinite_grad": 1}
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+def test_one_clip_over_decay_groups_a_frozen_layer_and_two_optimizers_is_late(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model[0].requires_grad_(False)
+    body = list(model[1].parameters())
+    both = [
+        torch.optim.AdamW(
+            [
+                {"params": [model[0].weight, body[1]], "weight_decay": 0.0},
+                {"params": [body[0]], "weight_decay": 0.1},
+            ],
+            lr=1e-2,
+            fused=True,
+        ),
+        torch.optim.SGD(model[3].parameters(), lr=1e-2, momentum=0.9, fused=True),
+    ]
+    with sentinel_hooks.attach(
+        model=model, optimizer=both, policy=SMALL, sidecar=None, run_dir=tmp_path, reads="late"
+    ) as session:
+        for t in range(16):
+            for optimizer in both:
+                optimizer.zero_grad()
+            model(torch.randint(6, (8,))).square().mean().backward()
+            if t == 12:
+                model[3].weight.grad[0, 0] = math.nan
+            before = [p.detach().clone() for p in model.parameters()]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            for optimizer in both:
+                optimizer.step()
+            assert all(map(torch.equal, before, model.parameters())) is (t == 12)
+            assert (session._sent is not None) is (t >= 5 and t != 13), (t, session.status().reads)
+    assert skipped(session) == {"nonfinite_grad": 1}
 
 
 # ---- no harm, and the same as reads="now" --------------------------------------------------------
