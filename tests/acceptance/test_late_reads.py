@@ -6,7 +6,8 @@ run attached with reads="now", and, for what is read, a meta device on which eve
 
 Seen red: with found_inf not set, left in place after the step, or set from the norm alone; with a
 step in trouble, or one that makes optimizer state (again, too), not read at once; with running
-statistics not put back; with the last outcome not read at detach(); and with the read done at the safe point.
+statistics not put back; with the last outcome not read at detach(); and with the read done at the
+safe point.
 """
 
 from __future__ import annotations
