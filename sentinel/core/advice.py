@@ -291,6 +291,8 @@ def _look(
                 text = (
                     f"all residual mappings together amplify {gains[0]:.3g}-fold forward, "
                     f"{gains[1]:.3g}-fold backward"
+                    if gains[0] == gains[0] and gains[1] == gains[1]
+                    else "the residual mappings hold NaN"
                 )
                 _say(raised, "residual_mixing", text, _largest(gains))
     return Slow(shape, trend, stale, scale, pace), SLOW
@@ -448,7 +450,10 @@ ADVICE: Mapping[str, str] = {
     "loss_scale": "activations or gradients overflow: look at residual scale and rate, or use bf16",
     "throughput": "look at recomputation, gradient synchronisation and the interconnect",
     "headroom": "keep 15 % free for peaks of communication: smaller micro-batches, or shard more",
-    "clip_pressure": "the steps are not those of your learning rate: lower it, or raise the limit",
+    "clip_pressure": (
+        "the steps are not those of your learning rate: lower it, or raise the limit, and see that "
+        "zero_grad is called"
+    ),
     "layer_band": "look at its scale, its input and its learning rate before the others'",
     "depth": (
         "scale residual branches by (2 x blocks)^-1/2, or start them near zero; look for a missing "

@@ -432,3 +432,17 @@ def test_no_value_raises_or_lasts(bad: float) -> None:
 def test_no_flag_is_louder_than_a_warning() -> None:
     severities = {getattr(Policy().rules, name).severity for name in FLAGS}
     assert severities <= {Severity.INFO, Severity.WARNING}
+
+
+def test_residual_mappings_with_a_nan_hold_nan_and_amplify_nothing_nan_fold() -> None:
+    state, said = advice.AdviceState(), advice.NOTHING
+    scalars = dict.fromkeys(advice.MIXING, math.nan)
+    for step in range(advice.LOOK):
+        state, said = advice.observe(state, Observation(step, loss=1.0, scalars=scalars), ALL_ON)
+    (raised,) = said.raised
+    assert raised.key == "residual_mixing"
+    assert raised.summary.startswith("the residual mappings hold NaN: constrain")
+
+
+def test_advice_to_constant_clipping_asks_for_zero_grad_too() -> None:
+    assert "zero_grad is called" in advice.ADVICE["clip_pressure"]

@@ -86,6 +86,7 @@ class Block:
         "lone",
         "name",
         "numel",
+        "odd",
         "row",
         "seen",
         "slot",
@@ -109,6 +110,7 @@ class Block:
         self.wanted = True  # shall be taken
         self.seen = False  # in a forward since the last step
         self.trouble = ""
+        self.odd = ""  # what it put out, where that is nothing to measure
         self.small = True  # nobody was seen to write into its outputs
         self.lone = False  # the first output since the last step, if small, may wait for the gate
         self.kept: Tensor | None = None  # ... and does
@@ -133,6 +135,8 @@ class _Out:
             return
         x = output if isinstance(output, Tensor) else _first(output)
         if x is None:
+            if not torch.compiler.is_compiling() and not self.block.odd:
+                self.block.odd = _kind(output)
             return
         if torch.compiler.is_compiling():
             if not is_exporting():
@@ -225,7 +229,10 @@ class ActivationProbe(Quiet):
             block.trouble = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def _take(self, block: Block, x: Tensor) -> None:
-        if not x.numel() or not x.is_floating_point():
+        if not x.is_floating_point():
+            block.odd = str(x.dtype)
+            return
+        if not x.numel():
             return
         if block.device != x.device or not block.views:
             self._settle_in(block, x.device)
@@ -382,7 +389,17 @@ class ActivationProbe(Quiet):
     def blind_spots(self) -> list[Unseen]:
         """Blocks whose output was never seen, or cannot be measured."""
         spots = []
-        unseen = [b.name for b in self._blocks if b.device is None and not b.trouble]
+        blind = [b for b in self._blocks if b.device is None and not b.trouble]
+        for odd in dict.fromkeys(b.odd for b in blind if b.odd):
+            names = [b.name for b in blind if b.odd == odd]
+            spots.append(
+                Unseen(
+                    f"activations of {_names(names)} are not seen: what they put out is {odd}",
+                    "a block's output is measured where it is a floating-point tensor, or a tuple, "
+                    "list or dict with one as its first item",
+                )
+            )
+        unseen = [b.name for b in blind if not b.odd]
         if unseen and (self._steps or self._gates > UNSEEN_AFTER):
             spots.append(Unseen(f"activations of {_names(unseen)} are not seen: {NEVER}", EARLIER))
         for trouble in dict.fromkeys(b.trouble for b in self._blocks if b.trouble):
@@ -416,6 +433,13 @@ def _first(output: Any) -> Tensor | None:
             if isinstance(item, Tensor):
                 return item
     return None
+
+
+def _kind(output: Any) -> str:
+    kind = type(output).__name__
+    if isinstance(output, tuple | list | dict):
+        return f"a {kind} without a tensor in it"
+    return f"of the type {kind}"
 
 
 def _blocks(models: Sequence[nn.Module], table: LayerTable) -> tuple[list[nn.Module], list[Block]]:

@@ -107,6 +107,8 @@ def _wrong(matrices: list[Any]) -> str:
         if type(matrix) not in _PLAIN or matrix.dim() != 2 or not matrix.numel():
             shape = tuple(getattr(matrix, "shape", ()))
             return f"item {i} is no plain matrix but a {type(matrix).__name__} of shape {shape}"
+        if matrix.is_complex():
+            return f"matrix {i} is complex, and only real ones are multiplied"
         if streams is not None and matrix.shape[1] != streams:
             return f"matrix {i} takes {matrix.shape[1]} streams, the one before it gives {streams}"
         streams = int(matrix.shape[0])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -263,3 +264,56 @@ def test_a_block_that_returns_one_number_is_a_block_like_any_other() -> None:
         assert LAYER_ACTIVATION_RMS in columns
     finally:
         probe.detach()
+
+
+@dataclasses.dataclass
+class Out:
+    hidden: Tensor
+
+
+class Odd(nn.Module):
+    """Its blocks' outputs are of a kind that nobody looks into."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wrapping(wrap) for _ in range(2))
+        self.unwrap = unwrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.unwrap(block(x))
+        return x.square().mean()
+
+
+class Wrapping(nn.Module):
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(self.a(x))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap", "kind"),
+    [
+        (Out, lambda out: out.hidden, "Out"),
+        (lambda x: ((x, x), None), lambda out: out[0][0], "tuple without a tensor in it"),
+        (lambda x: torch.complex(x, x), lambda out: out.real, "complex64"),
+    ],
+    ids=["dataclass", "nested tuple", "complex"],
+)
+def test_a_block_whose_output_is_of_an_unknown_kind_was_seen_and_its_kind_is_said(
+    wrap: Any, unwrap: Any, kind: str, attached: Any
+) -> None:
+    model = Odd(wrap, unwrap)
+    probe, _ = attached(model)
+    for step in range(3):
+        model(torch.randn(4, 8)).backward()
+        assert measured(probe, step) == {}
+    (spot,) = probe.blind_spots()
+    assert "blocks.0, blocks.1" in spot.what
+    assert kind in spot.what
+    assert "compiled" not in spot.what + spot.way_out
+    assert "first item" in spot.way_out

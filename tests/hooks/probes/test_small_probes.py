@@ -403,9 +403,10 @@ def broken() -> list[Tensor]:
         (lambda: [torch.ones(2, 2, 2)], "item 0 is no plain matrix"),
         (lambda: [torch.ones(2, 2), None], "item 1 is no plain matrix but a NoneType"),
         (lambda: [torch.ones(2, 2), torch.ones(3, 3)], "matrix 1 takes 3 streams"),
+        (lambda: [torch.ones(2, 2, dtype=torch.complex64)], "matrix 0 is complex"),
         (lambda: None, "TypeError"),
     ],
-    ids=["raises", "empty", "three dimensions", "none", "no chain", "no list"],
+    ids=["raises", "empty", "three dimensions", "none", "no chain", "complex", "no list"],
 )
 def test_mixing_that_is_no_chain_of_matrices_is_a_blind_spot_and_no_number(
     matrices: Any, why: str
