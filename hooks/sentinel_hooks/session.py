@@ -1409,6 +1409,7 @@ class Session:
         return [
             *self._given_spots,
             *telling.of_the_probes(self._probes),
+            *telling.of_the_depth(self.layers, self.policy),
             *telling.of_the_loop(
                 forsaken=self._forwards if self._forsaken() else 0,
                 loss_unseen=bool(self._observer.steps_without_loss),

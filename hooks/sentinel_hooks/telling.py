@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from sentinel.core.incidents import INSTABILITY
+from sentinel.core.policy import Policy
 from sentinel.core.state import Incident, Ledger
 from sentinel.core.types import Decision, IncidentState, Mode, Protection
 from sentinel_hooks.canary import Canary
-from sentinel_hooks.layers import Layer
+from sentinel_hooks.layers import Layer, LayerTable
 from sentinel_hooks.ledger_file import Keeper
 from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.saving import Saving
@@ -17,6 +19,8 @@ from sentinel_hooks.status import BlindSpot, named
 
 RESOLVED = 3  # incidents that status() still shows when they are over
 FLAGS = 3  # lines of one step
+_NUMBERED = re.compile(r"([A-Za-z_]+)(\d+)(?=\.|$)")
+GAIN_LEAST = 2  # blocks of which one can amplify the other's output
 
 
 def protection(
@@ -131,6 +135,37 @@ def of_the_loop(
             )
         )
     return spots
+
+
+def of_the_depth(table: LayerTable, policy: Policy) -> list[BlindSpot]:
+    """Flags about depth that find too few blocks, where by the names there may be more.
+
+    Of a model that is told by its names to have two blocks nothing is missed.
+    """
+    found = len({layer.block for layer in table.layers} - {None})
+    alike: dict[str, set[str]] = {}  # block_0 to block_3 are four of one stem
+    for layer in table.layers:
+        for stem, number in _NUMBERED.findall(layer.name):
+            alike.setdefault(stem, set()).add(number)
+    if found and max(map(len, alike.values()), default=0) < policy.depth.least:
+        return []
+    least = {"depth": policy.depth.least, "residual_gain": GAIN_LEAST}
+    short = [
+        name
+        for name, needed in least.items()
+        if found < needed <= len(table) and getattr(policy.rules, name).mode is not Mode.OFF
+    ]
+    if not short or len(table) < policy.depth.least:
+        return []
+    return [
+        BlindSpot(
+            f"{' and '.join(short)} {'are' if len(short) > 1 else 'is'} not judged: of "
+            f"{len(table)} layers {found} numbered blocks were made out, and "
+            f"{' and '.join(str(least[name]) for name in short)} are needed",
+            "hold the blocks in an nn.ModuleList or nn.Sequential, which names them by number; of "
+            "a model with fewer there is nothing to judge",
+        )
+    ]
 
 
 def of_the_probes(probes: Probes) -> list[BlindSpot]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import sentinel_hooks
 from sentinel.cli.main import main
 from sentinel.core import incidents
+from sentinel.core.policy import Policy
 from sentinel.core.state import Ledger
 from sentinel.core.types import Severity
 from sentinel_hooks import Session, Signals, telling
@@ -130,3 +131,45 @@ def test_of_many_layers_the_first_are_named_and_the_rest_counted() -> None:
     far = replace(incident, layers=(99,))
     assert telling.layer_names((far,), LayerTable.of([Uneven()]).layers) == {}
     assert named((99,), {}) == "layer 99"
+
+
+class Named(nn.Module):
+    """Blocks with numbers that are no names of their own: block_0, block_1, ..."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        for i in range(blocks):
+            self.add_module(f"block_{i}", nn.Linear(4, 4))
+
+
+def test_a_model_whose_blocks_are_not_numbered_is_told_that_its_depth_is_not_judged() -> None:
+    (spot,) = telling.of_the_depth(LayerTable.of([Named(6)]), Policy())
+    assert spot.what.startswith("depth and residual_gain are not judged: of 6 layers")
+    assert "0 numbered blocks" in spot.what
+    assert "nn.ModuleList" in spot.way_out
+
+
+def test_numbered_blocks_small_models_and_rules_that_are_off_are_no_blind_spot() -> None:
+    assert telling.of_the_depth(LayerTable.of([Uneven()]), Policy()) == []
+    assert telling.of_the_depth(LayerTable.of([Named(3)]), Policy()) == []
+    two = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2))
+    assert telling.of_the_depth(LayerTable.of([two]), Policy()) == []
+    off = Policy.parse('[rules]\ndepth = { mode = "off" }\nresidual_gain = { mode = "off" }', "off")
+    assert telling.of_the_depth(LayerTable.of([Named(6)]), off) == []
+
+
+def test_stages_named_by_number_hide_the_blocks_in_them() -> None:
+    stages = nn.Module()
+    for i in range(4):  # as in a ResNet
+        stages.add_module(f"layer{i}", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    (spot,) = telling.of_the_depth(LayerTable.of([stages]), Policy())
+    assert spot.what.startswith("depth is not judged: of 8 layers 2 numbered blocks")
+
+
+def test_status_says_that_depth_is_not_judged(tmp_path: Path) -> None:
+    model = Named(6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sentinel_hooks.attach(
+        model=model, optimizer=optimizer, sidecar=None, run_dir=tmp_path
+    ) as session:
+        assert "blind spot: depth and residual_gain are not judged" in str(session.status())
