@@ -240,7 +240,10 @@ def note(state: State, event: Event, policy: Policy) -> State:
             ledger, snapshots=tuple(s for s in ledger.snapshots if s.step != event.target)
         )
     elif isinstance(event, AutomationSet):
-        ledger = replace(ledger, automation=not event.paused)
+        if event.paused:
+            ledger = replace(ledger, automation=False)
+        elif not ledger.automation:
+            ledger = _resumed(ledger)
     return State(state.step, state.stats, ledger)
 
 
@@ -391,7 +394,8 @@ def _trouble(
     )
     for signal in nonfinite:
         new = replace(new, nonfinite=_bump(new.nonfinite, signal))
-    if planned.no_target:
+    acting = policy.mode is Mode.ACT and ledger.automation
+    if planned.no_target and acting and not observing:
         new = replace(new, rollbacks=_bump(new.rollbacks, f"{planned.rule or 'ladder'}/none"))
 
     ledger = _incident(ledger, observation, planned, effective, observing, first_out, policy)
@@ -452,8 +456,7 @@ def _trouble(
         snapshots=snapshots,
         counters=new,
     )
-    acting = policy.mode is Mode.ACT and ledger.automation
-    if planned.no_target and not observing and acting:
+    if planned.no_target and acting and not observing:
         ledger = replace(ledger, lr=_cut(ledger, policy))
     elif outcome.applied and ledger.lr.factor < 1.0:
         ledger = replace(ledger, lr=_tick(ledger.lr))
@@ -546,13 +549,32 @@ def _obey(ledger: Ledger, planned: Plan, step: int) -> Ledger:
         if command.kind is CommandKind.PAUSE:
             ledger = replace(ledger, automation=False)
         elif command.kind is CommandKind.RESUME:
-            ledger = replace(ledger, automation=True, stopped=False, rollbacks=())
+            ledger = _resumed(ledger)
         elif command.kind is CommandKind.ACK:
             for incident in ledger.incidents:
                 if incident.number == command.target:
                     ledger = incidents.resolve(ledger, incident.key, step, acknowledged=True)
     ids = (*ledger.commands, *(c.id for c in planned.commands))
     return replace(ledger, commands=ids[-COMMANDS_KEPT:])
+
+
+def _resumed(ledger: Ledger) -> Ledger:
+    """A person hands over again: budgets are whole, and the ladder is at its foot.
+
+    While paused, rollbacks were only supposed. Taken for done they would forbid the real one: its
+    target has to be older than theirs.
+    """
+    return replace(
+        ledger,
+        automation=True,
+        stopped=False,
+        rollbacks=(),
+        last_target=None,
+        last_rollback=None,
+        shield=False,
+        skips=(),
+        skip_run=0,
+    )
 
 
 def _confirm(snapshots: tuple[Snapshot, ...], policy: Policy) -> tuple[Snapshot, ...]:

@@ -25,7 +25,7 @@ Purity:  no clock, no I/O, no randomness.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sentinel.core.advice import Advised
 from sentinel.core.incidents import INSTABILITY, LEVEL_SHIFT, find
@@ -147,6 +147,9 @@ def plan(state: State, observation: Observation, judged: Judged, policy: Policy)
 
     runs, flags = _flags(ledger, observation, judged, policy)
     commands = tuple(c for c in observation.commands if c.id not in ledger.commands)
+    switched = [c.kind for c in commands if c.kind in (CommandKind.PAUSE, CommandKind.RESUME)]
+    if switched and switched[-1] is CommandKind.PAUSE:
+        ledger = replace(ledger, automation=False)  # it holds for this very step already
     norm_bad = judged.norm.status is Status.SPIKE
     troubled = hot or bool(judged.nonfinite) or norm_bad
     if not troubled and not commands:

@@ -467,6 +467,39 @@ def test_the_kill_switch_pauses_automation_between_steps() -> None:
     assert run.step(norm=NAN).action is GO
 
 
+def test_a_pause_holds_for_the_step_that_brings_it() -> None:
+    run = Run()
+    run.calm(36)
+    decision = run.step(norm=NAN, commands=(Command("a", CommandKind.PAUSE),))
+    assert (decision.action, decision.would) == (GO, SKIP)
+    run.step(commands=(Command("b", CommandKind.RESUME),))
+    both = (Command("c", CommandKind.PAUSE), Command("d", CommandKind.RESUME))
+    assert run.step(norm=NAN, commands=both).action is SKIP
+
+
+@pytest.mark.parametrize("by", ["order", "file"])
+def test_rollbacks_that_were_only_supposed_while_paused_forbid_no_real_one(by: str) -> None:
+    run = Run(SMALL + "[rules.nonfinite_params]\ncooldown = 5\n")
+    run.calm(8)
+    assert [s.step for s in run.state.ledger.snapshots if s.healthy] == [0]
+    if by == "order":
+        run.step(commands=(Command("a", CommandKind.PAUSE),))
+    else:
+        run._note(AutomationSet(8, True, "file"))
+    for _ in range(40):
+        decision = run.step(NAN, NAN, params_finite=False)
+        assert decision.action is GO
+    assert run.state.ledger.last_target == 0  # it was supposed
+    assert run.state.ledger.counters.rollbacks == ()
+    if by == "order":
+        run.step(NAN, NAN, params_finite=False, commands=(Command("b", CommandKind.RESUME),))
+    else:
+        run._note(AutomationSet(run.state.step, False, "file"))
+    decision = run.step(NAN, NAN, params_finite=False)
+    assert (decision.action, decision.target) == (BACK, 0)
+    assert dict(run.state.ledger.counters.rollbacks) == {"nonfinite_params/restored": 1}
+
+
 def test_a_hot_attention_logit_flags_its_layer_once_and_changes_nothing() -> None:
     run = Run()
     run.calm(10)
