@@ -5,7 +5,8 @@
     sentinel replay r7 --json                           the same for programs
 
 Exit:    0 the same, or another policy was asked about; 1 a decision or a state differs under the
-         recorded policy; 2 there is nothing to replay or the policy makes no sense.
+         recorded policy, or the record is not complete: more is missing than was dropped for space
+         or torn off its end; 2 there is nothing to replay or the policy makes no sense.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         print(codec.to_json(_as_dict(report), indent=2).decode())
     else:
         print("\n".join(_lines(report)))
-    return 0 if report.identical or not report.same_policy else 1
+    return 0 if (report.identical and report.complete) or not report.same_policy else 1
 
 
 def _as_dict(report: ReplayReport) -> dict[str, Any]:
@@ -71,6 +72,7 @@ def _as_dict(report: ReplayReport) -> dict[str, Any]:
         "schema": 1,
         **shown,
         "identical": report.identical,
+        "complete": report.complete,
         "lost_bytes": report.lost_bytes,
     }
 
@@ -91,7 +93,8 @@ def _lines(report: ReplayReport) -> list[str]:
         lines.append(f"recorded with {report.recorded_with} (config.json has the rest)")
     lines += damaged
     if report.missing:
-        lines.append(f"missing: {report.missing} steps are not in the trace")
+        where = "are damaged or not in the trace" if report.broken else "are not in the trace"
+        lines.append(f"missing: {report.missing} steps {where}")
     if report.unverified:
         lines.append(
             f"not verified: {report.unverified} steps; something they depend on is missing"
@@ -103,7 +106,8 @@ def _lines(report: ReplayReport) -> list[str]:
         )
     if report.different == 0:
         verdict = "equal the recorded ones byte for byte" if report.same_policy else "are the same"
-        lines.append(f"all {report.steps} recomputed decisions {verdict}")
+        which = "all" if report.complete else "the record is not complete; the"
+        lines.append(f"{which} {report.steps} recomputed decisions {verdict}")
         return lines + _incidents(report)
     lines.append(f"{report.different} of {report.steps} decisions differ")
     if not report.differences:

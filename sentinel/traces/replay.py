@@ -22,6 +22,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sentinel.core import engine
 from sentinel.core.errors import ProtocolError, TraceError
 from sentinel.core.events import Event, Restored, SnapshotTaken
@@ -29,8 +31,16 @@ from sentinel.core.policy import Policy
 from sentinel.core.state import ENGINE_VERSION, Incident, State, Stats
 from sentinel.core.types import Decision
 from sentinel.traces.reader import Chapter, Reader
-from sentinel.traces.records import Header, StepRecord
-from sentinel.traces.segments import Damage
+from sentinel.traces.records import INDEX_BYTES, INDEX_DTYPE, Header, StepRecord
+from sentinel.traces.segments import (
+    LAYERS,
+    SCALARS,
+    Damage,
+    Kind,
+    beyond,
+    list_segments,
+    read_segment,
+)
 from sentinel.wire import codec
 
 KEEP_DIFFERENCES = 1000
@@ -58,8 +68,11 @@ class ReplayReport:
         unverified: steps that could not be recomputed, see the module docstring.
         different: steps decided differently: by their bytes under the recorded policy; by action,
             rule or target under another one.
-        missing: steps that are not in the trace at all: the disk failed, or they were dropped for
-            space.
+        missing: steps that are not in the trace: the disk failed, they are damaged, or they were
+            dropped for space.
+        excused: of these, the ones before the first step of an incarnation: what was dropped for
+            space, and what a machine that died did not write.
+        broken: damage that is no torn tail: something intact follows it, or another segment.
         differences: the first of them.
         state_mismatches: segments whose recorded state differs from the one carried along.
         engine_versions: of the engines that recorded the run.
@@ -84,6 +97,8 @@ class ReplayReport:
     engine_versions: tuple[int, ...]
     damage: tuple[Damage, ...] = ()
     missing: int = 0
+    excused: int = 0
+    broken: tuple[Damage, ...] = ()
     recorded_with: str = ""
     incidents: tuple[Incident, ...] = ()
     layers: tuple[str, ...] = ()
@@ -92,6 +107,11 @@ class ReplayReport:
     def identical(self) -> bool:
         """Everything that could be recomputed came out the same."""
         return self.different == 0 and self.state_mismatches == 0
+
+    @property
+    def complete(self) -> bool:
+        """Nothing is missing but what was dropped for space and what a dying machine tore off."""
+        return self.missing == self.excused and not self.broken
 
     @property
     def lost_bytes(self) -> int:
@@ -117,7 +137,10 @@ class _Replay:
     differences: list[Difference] = field(default_factory=list)
     state_mismatches: int = 0
     missing: int = 0
+    excused: int = 0
+    broken: dict[Path, Damage] = field(default_factory=dict)
     next_step: int | None = None
+    place: Path | None = None
     layers: tuple[str, ...] = ()
     versions: set[int] = field(default_factory=set)
     own_stats: dict[int, Stats] = field(default_factory=dict)
@@ -129,7 +152,9 @@ class _Replay:
         """
         header = chapter.header
         self.segments += 1
+        fresh, self.place = chapter.incarnation != self.place, chapter.incarnation
         if header is None:
+            self._damaged(chapter)
             return None
         self.versions.add(header.engine_version)
         self.run = self.run or header.run
@@ -147,13 +172,47 @@ class _Replay:
                 state = self._event(item, state, policy, same)
                 continue
             if self.next_step is not None:
-                self.missing += max(item.step - self.next_step, 0)
+                gap = max(item.step - self.next_step, 0)
+                self.missing += gap
+                if fresh:
+                    self.excused += gap
+            fresh = False
             self.next_step = item.step + 1
             if state is not None:
                 state = self._step(item, state, policy, same)
             else:
                 self.unverified += 1
+        self._damaged(chapter)
         return state
+
+    def _damaged(self, chapter: Chapter) -> None:
+        """How many steps did damage cost that nothing read after it would tell of?"""
+        segment = chapter.segment
+        if segment.damage is None:
+            return
+        frames = beyond(segment)
+        last = list_segments(chapter.incarnation, SCALARS)[-1][1]
+        if frames or segment.path != last:
+            self.broken[segment.path] = segment.damage
+        steps = [_step_of(frame.payload) for frame in frames if frame.kind is Kind.STEP]
+        for frame in frames:
+            if frame.kind is Kind.INDEX and len(frame.payload) % INDEX_BYTES == 0:
+                steps += np.frombuffer(frame.payload, INDEX_DTYPE)["step"][-1:].tolist()
+        if steps:
+            expected = min(steps) if self.next_step is None else self.next_step
+            following = max(*steps, expected - 1) + 1
+            self.missing += following - expected
+            self.next_step = following
+
+    def columns(self) -> None:
+        """The layers stream: damage inside it is no torn tail either."""
+        for damage in self.reader.damage:
+            place = damage.path.parent
+            stream = [path for _, path in list_segments(place, LAYERS)]
+            if damage.path in stream and (
+                damage.path != stream[-1] or beyond(read_segment(damage.path))
+            ):
+                self.broken[damage.path] = damage
 
     def _policy(self, header: Header, chapter: Chapter) -> tuple[Policy, bool]:
         try:
@@ -219,6 +278,10 @@ class _Replay:
         return engine.apply(state, observation, decision, record.outcome, policy)
 
 
+def _step_of(payload: memoryview) -> int:
+    return int.from_bytes(payload[:8], "little", signed=True)
+
+
 def _unreadable(chapter: Chapter, header: Header, error: ProtocolError) -> TraceError:
     return TraceError(
         f"{chapter.segment.path} was recorded by engine version {header.engine_version}, this is "
@@ -248,6 +311,7 @@ def replay(
     for chapter in reader.chapters(columns=True):
         state = run.chapter(chapter, state)
         incidents = incidents if state is None else state.ledger.incidents
+    run.columns()
     return ReplayReport(
         directory=reader.directory,
         run=run.run,
@@ -264,6 +328,8 @@ def replay(
         engine_versions=tuple(sorted(run.versions)),
         damage=reader.damage,
         missing=run.missing,
+        excused=run.excused,
+        broken=tuple(run.broken[path] for path in sorted(run.broken)),
         recorded_with=_recorded_with(reader.configuration()),
         incidents=incidents,
         layers=run.layers,

@@ -52,6 +52,7 @@ class Kind(IntEnum):
 
 
 _KINDS = {int(kind): kind for kind in Kind}
+_START = re.compile(b"[%s]" % re.escape(bytes(_KINDS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,37 @@ def read_segment(path: Path) -> Segment:
         end = len(MAGIC) if last is None else last.offset + FRAME.size + len(last.payload)
         damage = Damage(path, end, len(data) - end, reason)
     return Segment(path, number, tuple(frames), damage)
+
+
+def beyond(segment: Segment) -> list[Frame]:
+    """Intact frames behind the first damage, to tell how much it cost; they are not to be used.
+
+    Nothing says what stood between them, so that a replay cannot go on with them. None at a tail
+    that was torn or zeroed. Takes some seconds for a large file without any.
+
+    Raises:
+        TraceError: the file is gone.
+    """
+    if segment.damage is None:
+        return []
+    try:
+        data = memoryview(segment.path.read_bytes())
+    except OSError as error:
+        raise TraceError(f"{segment.path} cannot be read: {error}") from error
+    found: list[Frame] = []
+    at, end = max(segment.damage.offset, len(MAGIC)), len(data)
+    while (start := _START.search(data, at)) is not None:
+        at = start.start()
+        if at + FRAME.size > end:
+            break
+        number, length, checksum = FRAME.unpack_from(data, at)
+        payload = data[at + FRAME.size : at + FRAME.size + length]
+        if len(payload) < length or zlib.crc32(payload, number) != checksum:
+            at += 1
+            continue
+        found.append(Frame(_KINDS[number], payload, at))
+        at += FRAME.size + length
+    return found
 
 
 def read_header(path: Path) -> bytes | None:

@@ -212,6 +212,79 @@ def test_damage_in_the_middle_costs_one_segment_and_replay_goes_on_after_it(copy
     assert [d.path for d in report.damage] == [paths[1]]
 
 
+def steps_in(path: Path) -> int:
+    return sum(frame.kind is Kind.STEP for frame in read_segment(path).frames)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("part", [0.0, 0.4, 1.0])
+def test_what_damage_inside_a_record_cost_is_counted_and_fails_the_command(
+    copy: Path, capsys: pytest.CaptureFixture[str], which: int, part: float
+) -> None:
+    path = scalars(copy)[which]
+    steps = [f for f in read_segment(path).frames if f.kind is Kind.STEP]
+    hit = steps[int(part * (len(steps) - 1))]  # also the last step of all, before the index
+    flip(path, hit.offset + FRAME.size + 9)
+    lost = len(steps) - steps_in(path)
+    assert lost > 0
+    report = replay(copy)
+    assert (report.identical, report.complete) == (True, False)
+    assert (report.missing, report.steps) == (lost, STEPS - lost)
+    assert [d.path for d in report.broken] == [path]
+    assert command(str(copy)) == 1
+    said = capsys.readouterr().out
+    assert f"missing: {lost} steps are damaged or not in the trace" in said
+    assert f"the record is not complete; the {STEPS - lost} recomputed decisions equal" in said
+    assert command(str(copy), "--json") == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["identical"], told["complete"], told["missing"]) == (True, False, lost)
+
+
+def test_a_header_that_is_damaged_costs_its_segment_and_that_is_said(copy: Path) -> None:
+    path = scalars(copy)[-1]
+    steps = steps_in(path)
+    flip(path, len(MAGIC) + FRAME.size + 20)
+    report = replay(copy)
+    assert (report.missing, report.complete) == (steps, False)
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_a_torn_tail_is_no_failure(
+    copy: Path, capsys: pytest.CaptureFixture[str], zeroed: bool
+) -> None:
+    path = scalars(copy)[-1]
+    data = path.read_bytes()
+    kept = data[: len(data) // 2]
+    path.write_bytes(kept + bytes(len(data) - len(kept) if zeroed else 0))
+    report = replay(copy)
+    assert report.complete
+    assert report.damage
+    assert report.steps < STEPS
+    assert command(str(copy)) == 0
+    assert "not complete" not in capsys.readouterr().out
+
+
+def test_damage_inside_the_columns_fails_and_a_torn_end_of_them_does_not(tmp_path: Path) -> None:
+    directory = tmp_path / "r"
+    record_run(directory, steps=400, segment_bytes=80_000)
+    (incarnation,) = directory.iterdir()
+    last = [path for _, path in list_segments(incarnation, "layers")][-1]
+    whole = last.read_bytes()
+    last.write_bytes(whole[: len(whole) // 2])
+    report = replay(directory)
+    assert report.unverified > 0
+    assert report.complete
+    last.write_bytes(whole)
+    flip(last, len(whole) // 2)
+    assert not replay(directory).complete
+
+
 def test_replay_starts_at_any_segment(copy: Path) -> None:
     paths = scalars(copy)
     gone = sum(f.kind is Kind.STEP for path in paths[:2] for f in read_segment(path).frames)
@@ -221,6 +294,7 @@ def test_replay_starts_at_any_segment(copy: Path) -> None:
     assert report.identical
     assert report.steps == STEPS - gone
     assert report.missing == gone
+    assert report.complete, "the oldest were dropped for space"
     assert replay(next(copy.iterdir())).missing == 0, "one incarnation may start anywhere"
 
 
@@ -413,7 +487,7 @@ def test_the_command_says_what_recorded_the_run_and_what_is_missing(
     code = {"commit": "0123456789abcdef", "dirty": dirty}
     config = paths[0].with_name("config.json")
     config.write_text(json.dumps({"versions": versions, "code": code}))
-    assert command(str(copy)) == 0
+    assert command(str(copy)) == 1, "a hole in the middle"
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == (
         "recorded with sentinel 0.1.0, torch 2.6.0, python 3.11.7, "
@@ -421,5 +495,5 @@ def test_the_command_says_what_recorded_the_run_and_what_is_missing(
     )
     assert lines[2] == f"missing: {gone} steps are not in the trace"
     config.write_text("[1, 2")
-    assert command(str(copy)) == 0
+    assert command(str(copy)) == 1
     assert "recorded with" not in capsys.readouterr().out
