@@ -20,6 +20,14 @@ from sentinel_hooks.status import BlindSpot, named
 RESOLVED = 3  # incidents that status() still shows when they are over
 FLAGS = 3  # lines of one step
 _NUMBERED = re.compile(r"([A-Za-z_]+)(\d+)(?=\.|$)")
+# What the runbook says first, of flags whose finding is a number alone.
+_ADVICE = {
+    "norm_band": (
+        "above 50 look at initialisation, residual scale and a loss that is a sum; below 1 with a "
+        "falling loss nothing is to be done"
+    ),
+    "level_shift": "see whether the data, the batch size or the rate changed at that step",
+}
 GAIN_LEAST = 2  # blocks of which one can amplify the other's output
 
 
@@ -73,7 +81,8 @@ def flags(before: Ledger, after: Ledger, layers: Sequence[Layer]) -> list[str]:
     lines = []
     for i in new[:FLAGS]:
         where = f" layers={named(i.layers, layer_names((i,), layers))}" if i.layers else ""
-        lines.append(f"flag={i.key}{where} advice={i.summary}")
+        also = f": {_ADVICE[i.key]}" if i.key in _ADVICE else ""
+        lines.append(f"flag={i.key}{where} advice={i.summary}{also}")
     if len(new) > FLAGS:
         more = ", ".join(i.key for i in new[FLAGS:])
         lines.append(f"flags={more} advice=session.status() has them")

@@ -123,6 +123,13 @@ def test_many_flags_in_one_step_are_a_bounded_number_of_lines() -> None:
     assert "throughput, norm_band, loss_scale" in lines[-1]
 
 
+@pytest.mark.parametrize("key", ["norm_band", "level_shift"])
+def test_a_flag_whose_finding_is_a_number_alone_is_told_with_advice_too(key: str) -> None:
+    ledger = incidents.touch(Ledger(), key, 0, "a number", Severity.WARNING, fire=True)
+    (line,) = telling.flags(Ledger(), ledger, ())
+    assert len(line) > len(f"flag={key} advice=a number: ") + 20
+
+
 def test_of_many_layers_the_first_are_named_and_the_rest_counted() -> None:
     names = {i: f"blocks.{i}" for i in range(9)}
     assert named((3, 1, 2, 0, 4), names) == "blocks.3, blocks.1, blocks.2, +2"
