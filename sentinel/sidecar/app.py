@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from sentinel import __version__
 from sentinel.sidecar import exporter, jobs, page, unserved
@@ -69,5 +70,9 @@ def create_app(
     app.add_middleware(Timed, health=service.health, timer=timer)
     app.add_middleware(Headers)
     for router in ROUTERS:
-        app.include_router(router(service))
+        made = router(service)
+        for route in made.routes:
+            if isinstance(route, APIRoute) and unserved.heads(route.path, route.methods or ()):
+                route.methods = {*(route.methods or ()), "HEAD"}  # the server leaves out the body
+        app.include_router(made)
     return app

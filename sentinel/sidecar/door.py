@@ -186,7 +186,11 @@ class Door:
         """One JSON request, with its refusals as JSON too."""
         try:
             self.let_in(request, role)
-            body = b"" if request.method == "GET" else await self.body(request, MOST_REPORT_BYTES)
+            body = (
+                b""
+                if request.method in ("GET", "HEAD")
+                else await self.body(request, MOST_REPORT_BYTES)
+            )
             status, value = serve(body)
         except (RefusedError, ProtocolError, ConfigError) as error:
             return refusal(error)

@@ -38,7 +38,7 @@ def route_of(method: str, path: str) -> str:
         return "metrics"
     if not path.startswith("/v1/"):
         return "other"
-    if method == "GET":
+    if method in ("GET", "HEAD"):
         return "read"
     last = path.rsplit("/", 1)[-1]
     if last in ROUTES:

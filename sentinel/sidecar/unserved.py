@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -34,6 +35,11 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
 
 
+def heads(path: str, methods: Collection[str]) -> bool:
+    """Whether HEAD is taken there as well: where GET is, but for streams, which do not end."""
+    return "GET" in methods and not path.endswith("/events")
+
+
 def error(status: int, code: str, detail: str, headers: dict[str, str] | None = None) -> Response:
     """An error as {"code", "detail"}."""
     said = json.dumps({"code": code, "detail": detail})
@@ -45,8 +51,10 @@ async def _unserved(request: Request, raised: Exception) -> Response:
     path, status = request.url.path[:200], raised.status_code
     headers = dict(raised.headers or {})
     if status == 405:
-        taken = _methods(path) or tuple(filter(None, headers.get("Allow", "").split(", ")))
-        headers = {"allow": ", ".join(taken)}
+        known = filter(None, headers.get("Allow", "").split(", "))
+        taken = _methods(path) or tuple(method for method in known if method != "HEAD")
+        also = ("HEAD",) if heads(path, taken) else ()
+        headers = {"allow": ", ".join((*taken, *also))}
         detail = f"{request.method} is not taken at {path!r}, only {' and '.join(taken)}"
     elif status == 404:
         detail = f"there is nothing at {path!r}; GET /openapi.json lists what there is"

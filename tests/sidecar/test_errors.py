@@ -62,7 +62,22 @@ def test_what_is_not_there_or_not_taken(
             if status == 405:
                 allowed = got.headers["allow"]
                 assert method not in allowed
-                assert allowed == said.removeprefix("only ").replace(" and ", ", ")
+                taken = said.removeprefix("only ").replace(" and ", ", ")
+                assert allowed == (f"{taken}, HEAD" if "GET" in taken else taken)
+
+    run(test)
+
+
+def test_head_answers_as_get_does_without_the_body() -> None:
+    async def test() -> None:
+        async with sidecar() as at:
+            await Trainer(at).register()
+            for path in ("/v1/runs", "/v1/runs/r", "/healthz", "/metrics", "/v1/runs/none", "/"):
+                got, whole = await at.tcp.head(path), await at.tcp.get(path)
+                assert (got.status_code, got.content) == (whole.status_code, b""), path
+                assert got.headers["content-type"] == whole.headers["content-type"]
+                assert whole.content
+            assert (await at.tcp.head("/v1/events")).status_code == 405  # it would never end
 
     run(test)
 

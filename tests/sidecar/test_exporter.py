@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from sentinel.core.types import NOT_MEASURED
 from sentinel.sidecar import exporter
 from sentinel.sidecar.exporter import ENDED_S, LOST_S, TOP, Layers
+from sentinel.sidecar.routes.metrics import wants_openmetrics
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
 from sentinel.wire.messages import Counts, Layer
@@ -52,6 +53,29 @@ def shown(service: Service, layers: Layers = Layers.TOP) -> dict[str, float]:
 
 def set_norms(service: Service, values: np.ndarray) -> None:
     service.runs.get("r").columns["layer_grad_norm"] = values.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("accept", "wanted"),
+    [
+        ("", False),
+        ("*/*", False),
+        ("application/openmetrics-text", True),
+        ("application/openmetrics-text; version=1.0.0; Q=0.5", True),
+        ("application/openmetrics-text;q=0", False),
+        ("application/openmetrics-text;q=0.000, text/plain", False),
+        ("application/openmetrics-text;q=0.2,text/plain;q=0.9", False),
+        ("text/plain;q=0.9, application/openmetrics-text", True),
+        ("application/openmetrics-text;q=often", False),
+        (
+            # Prometheus's own
+            "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*",
+            True,
+        ),
+    ],
+)
+def test_the_format_is_the_one_that_is_asked_for_most(accept: str, wanted: bool) -> None:
+    assert wants_openmetrics(accept) is wanted
 
 
 def test_of_many_layers_the_largest_have_series_and_quantiles_speak_for_all(
