@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,10 @@ def test_a_rollback_refuses_the_damaged_copy_and_takes_the_next_healthy_one(
     ledger = loop.session.state.ledger
     assert [s.step for s in ledger.snapshots if s.healthy] == [0, 16, 32]
     [newest] = [s for s in list_snapshots(loop.session.directory) if s.step == 32]
+    for _ in range(600):  # its mark is written in the background: spoil what is whole
+        if (newest.path / "HEALTHY").exists():
+            break
+        time.sleep(0.05)
     spoil(newest.path)
 
     for _ in range(3):  # the 3rd loss in a row that is not finite: back
