@@ -169,6 +169,13 @@ def test_all_ranks_do_the_same_whatever_one_of_them_does(
     check(number, ranks, survey)
 
 
+def test_a_rank_that_slept_after_the_meeting_does_not_wait_for_those_who_left(
+    ranks: Ranks, survey: Survey
+) -> None:
+    drawn = Drawn(0, "ddp", "long_sleep", 2, -1, "ranks.meeting._gather:exit")
+    judged(drawn, run(drawn, ranks, survey), survey.base(drawn.world))  # the time is bounded there
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(24, 200))
 def test_all_ranks_do_the_same_whatever_one_of_them_does_at_length(

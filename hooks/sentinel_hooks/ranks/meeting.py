@@ -19,6 +19,7 @@ Errors:  none raised; a store that fails is a meeting that did not happen.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -131,9 +132,14 @@ def meet(paper: Paper, *, clock: Callable[[], float] = time.perf_counter) -> Met
     if any(p != papers[0] for p in papers) or not papers[0].acts:
         return Met(me, world, why=_difference(papers), alike=False)
     try:
+        if store.check(["given_up"]):  # this rank was slow, and nobody is there to connect to
+            return Met(me, world, why=bytes(store.get("given_up")).decode())
         group = Group.make(_named(store, "group"), me, world, timeout_s)
     except Exception as error:  # noqa: BLE001
-        return Met(me, world, why=f"no group could be made: {type(error).__name__}: {error}")
+        why = f"no group could be made: {type(error).__name__}: {error}"
+        with contextlib.suppress(Exception):  # the store may be what is gone
+            store.set("given_up", why)
+        return Met(me, world, why=why)
     return Met(me, world, group)
 
 
