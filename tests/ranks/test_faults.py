@@ -176,6 +176,13 @@ def test_a_rank_that_slept_after_the_meeting_does_not_wait_for_those_who_left(
     judged(drawn, run(drawn, ranks, survey), survey.base(drawn.world))  # the time is bounded there
 
 
+def test_a_sharded_rank_that_has_nothing_to_say_has_not_parted(
+    ranks: Ranks, survey: Survey
+) -> None:
+    drawn = Drawn(0, "fsdp", "raise", 3, 38, "ranks.council._digest:entry")
+    assert judged(drawn, run(drawn, ranks, survey), survey.base(drawn.world)) != "off"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(24, 200))
 def test_all_ranks_do_the_same_whatever_one_of_them_does_at_length(

@@ -25,6 +25,7 @@ Threads: the training one. Errors: none raised.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import zlib
 from collections import deque
@@ -185,6 +186,9 @@ class Council:
         except Exception as error:  # noqa: BLE001  the others are waiting, whatever failed here
             logger.error("this rank has nothing to say at this step: %r", error)
             says = Says(Kind.STEP, attempt=attempt, blind=True)
+            # What it did last is said all the same: unsaid, it would pass for another act.
+            with contextlib.suppress(Exception):
+                self._say_last(says)
         heard = self._say(says)
         if heard is None:
             return None
@@ -212,13 +216,16 @@ class Council:
         says.off = bool(self._wanted_off)
         says.taken, says.written, says.ready = facts.taken, facts.written, facts.ready
         says.flying = facts.flying
+        self._say_last(says)
+        if self.rank == 0:
+            says.note = self._packed(note)
+        return says
+
+    def _say_last(self, says: Says) -> None:
         if self._log:
             last = self._log[-1]
             says.action = _digest(last)
             says.applied = last.applied
-        if self.rank == 0:
-            says.note = self._packed(note)
-        return says
 
     def _packed(self, note: Note) -> bytes:
         """As many orders as fit; the others go with the next step."""
