@@ -22,6 +22,7 @@ import logging
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,7 +54,7 @@ class Store:
         self._settings = settings
         self._clock = clock
         self._timer = timer
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._temporary: weakref.finalize[..., Any] | None = None
         self._lock: int | None = None
         self.start_trouble = ""
         self.disk_trouble = ""
@@ -61,8 +62,11 @@ class Store:
         self._closer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sentinel-closer")
         self.bytes = 0  # of all series, as last counted
         if settings.data_dir is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="sentinel-sidecar-")
-            self.directory = Path(self._temporary.name)
+            self.directory = Path(tempfile.mkdtemp(prefix="sentinel-sidecar-"))
+            # At close(), with this object, or when the process ends: whatever comes first.
+            self._temporary = weakref.finalize(
+                self, shutil.rmtree, self.directory, ignore_errors=True
+            )
         else:
             self.directory = settings.data_dir
         self.runs_directory = self.directory / "runs"
@@ -286,7 +290,7 @@ class Store:
             os.close(self._lock)
             self._lock = None
         if self._temporary is not None:
-            self._temporary.cleanup()
+            self._temporary()
 
 
 def _close(run: str, record: Record) -> None:
