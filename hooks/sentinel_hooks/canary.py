@@ -326,40 +326,37 @@ class Canary:
     def keep(self, loss_value: float | None) -> None:
         """The step was quiet: its batch becomes a canary. Copies it: the user may reuse buffers."""
         recording, self._current = self._current, None
-        if recording is None or recording.loss is None or loss_value is None:
-            return
-        if not recording.unchanged():
-            self._why_not = "the loop writes into the batch after the forward pass"
-            return
-        recording.versions = []
-        recording.loss = recording.output = None
-        recording.loss_value = loss_value
-        recording.args, recording.kwargs = _parked((recording.args, recording.kwargs))
-        if recording.criterion is not None:
-            recording.criterion.leaves = _parked(recording.criterion.leaves)
-        self._why_not = ""
-        self._kept.append(recording)
+        if loss_value is not None:
+            self._file(self._copied(recording), loss_value)
 
     def set_aside(self) -> None:
         """The step will be judged later: copy its batch now, for the user may reuse buffers."""
         recording, self._current = self._current, None
-        self._aside = None
+        self._aside = None  # also when copying fails
+        self._aside = self._copied(recording)
+
+    def settle_aside(self, quiet: bool, loss_value: float | None) -> None:
+        """It was judged: the batch set aside becomes a canary, or not."""
+        recording, self._aside = self._aside, None
+        if quiet and loss_value is not None:
+            self._file(recording, loss_value)
+
+    def _copied(self, recording: Recording | None) -> Recording | None:
+        """The same, with a batch of our own; None: there is no loss, or it was written into."""
         if recording is None or recording.loss is None:
-            return
+            return None
         if not recording.unchanged():
             self._why_not = "the loop writes into the batch after the forward pass"
-            return
+            return None
         recording.versions = []
         recording.loss = recording.output = None
         recording.args, recording.kwargs = _parked((recording.args, recording.kwargs))
         if recording.criterion is not None:
             recording.criterion.leaves = _parked(recording.criterion.leaves)
-        self._aside = recording
+        return recording
 
-    def settle_aside(self, quiet: bool, loss_value: float | None) -> None:
-        """It was judged: the batch set aside becomes a canary, or not."""
-        recording, self._aside = self._aside, None
-        if recording is None or not quiet or loss_value is None:
+    def _file(self, recording: Recording | None, loss_value: float) -> None:
+        if recording is None:
             return
         recording.loss_value = loss_value
         self._why_not = ""
