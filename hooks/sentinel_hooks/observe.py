@@ -368,8 +368,8 @@ class Observer:
 
     def send(
         self, step: int, members: Sequence[int], canary_loss: Tensor | None, limits: Limits
-    ) -> Letter | None:
-        """The same as measure(), read one step later; None: it has to be measured at once.
+    ) -> Letter | str:
+        """The same as measure(), read one step later; or why it has to be measured at once.
 
         Only for a single process without a GradScaler, on one device. Does not wait for it.
         """
@@ -377,8 +377,10 @@ class Observer:
         lr = self._first_lr()
         roots = [r.value for r in self._roots]
         loose = [t for t in (canary_loss, lr) if isinstance(t, Tensor)]
-        if not pending.norms or len({t.device for t in (*pending.norms, *roots, *loose)}) != 1:
-            return None
+        if not pending.norms:
+            return "there are no gradients"
+        if len({t.device for t in (*pending.norms, *roots, *loose)}) != 1:
+            return "its numbers lie on several devices"
         pending.grads = [[] for _ in pending.grads]
         vectors = pending.norms
         joined = vectors[0] if len(vectors) == 1 else torch.cat([v.double() for v in vectors])

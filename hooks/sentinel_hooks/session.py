@@ -265,7 +265,7 @@ class Session:
         self._off = ""
         self._detached = False
         # Training may be started by somebody who is dealing with an earlier error.
-        self._handled = id(sys.exc_info()[1])
+        self._handled = _recognised(sys.exc_info()[1])
         self._masked = 0
         # The logical step.
         self._open: _OpenStep | None = None
@@ -476,7 +476,7 @@ class Session:
         finish, and on-call is to hear of it.
         """
         error = sys.exc_info()[1]
-        self._detach(crashed=_crashed(error) and id(error) != self._handled)
+        self._detach(crashed=_crashed(error) and _recognised(error) != self._handled)
 
     def _detach(self, *, crashed: bool) -> None:
         if self._detached:
@@ -801,11 +801,11 @@ class Session:
                 loss=self._observer.sees_loss,
                 snapshots=self._saving.takes(self._state.step + 1),
             )
-        letter = None
-        if not limits.read_now:
+        letter: Letter | str = limits.read_now
+        if not letter:
             letter = self._observer.send(self._state.step, members, pending, limits)
-        if letter is None:
-            self._read_now[limits.read_now or "its numbers lie on several devices"] += 1
+        if isinstance(letter, str):
+            self._read_now[letter] += 1
             return
         self._read_late += 1
         if letter.found is not None and self._running_of == self._state.step:
@@ -1462,6 +1462,18 @@ def _crashed(error: BaseException | None) -> bool:
         return error.code not in (None, 0)
     wanted = KeyboardInterrupt | StopIteration | GeneratorExit
     return error is not None and not isinstance(error, wanted)
+
+
+def _recognised(error: BaseException | None) -> tuple[object, ...] | None:
+    """What tells an error from others. Keeping it would keep its frames, and their tensors, alive.
+
+    Its id alone does not: once it is gone, the next error may lie at the same address.
+    """
+    if error is None:
+        return None
+    trace = error.__traceback__
+    where = (None, 0) if trace is None else (trace.tb_frame.f_code, trace.tb_lineno)
+    return (id(error), type(error), *where)
 
 
 def _keep_batch(canary: Canary, decision: Decision, loss: float | None) -> None:

@@ -713,3 +713,19 @@ def test_with_late_reads_nothing_is_read_but_what_was_sent_a_step_before(
     assert by_forward[-2:] == [33, 33]
     assert set(copies) == {0}  # no second copy of the weights lives through a forward
     assert len(opened) == 35  # the first five at once, the last by status()
+
+
+def test_a_step_without_gradients_is_read_at_once_and_says_so(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with sentinel_hooks.attach(
+        model=model, optimizer=optimizer, sidecar=None, run_dir=tmp_path, reads="late"
+    ) as session:
+        for t in range(40):
+            optimizer.zero_grad()
+            if t != 30:
+                model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        reads = session.status().reads
+    assert "there are no gradients 1" in reads, reads
+    assert "several devices" not in reads

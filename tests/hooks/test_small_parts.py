@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from sentinel_hooks import session as sessions
 from sentinel_hooks.actuators import HeldBack, ScaledLr
 from sentinel_hooks.guard import LIMIT, Guard
 from sentinel_hooks.seams.patch import Patch
@@ -108,3 +109,19 @@ def test_a_scaled_rate_comes_back_as_the_object_it_was() -> None:
     assert optimizer.param_groups[0]["lr"] is first
     assert optimizer.param_groups[1]["lr"] is rate
     assert rate.item() == torch.tensor(0.3).item()
+
+
+def test_an_error_at_the_address_of_an_earlier_one_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions, "id", lambda error: 7, raising=False)
+    seen = []
+    for number in range(2):
+        try:
+            if number:
+                raise ValueError("out of memory")
+            raise ValueError("out of memory")
+        except ValueError as error:
+            seen.append(sessions._recognised(error))
+            assert sessions._recognised(error) == seen[-1]
+    assert seen[0] != seen[1]

@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -136,7 +136,7 @@ def _failed(place: Place, error: Exception) -> None:
 
 # ---------------------------------------------------------------- compiled code
 
-_LIBRARY: Any = torch.library.Library("torch_sentinel", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY: Any = library.Library("torch_sentinel", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _run_enter(token: Tensor, slot: Tensor) -> None:
@@ -193,9 +193,7 @@ def operator(name: str, arguments: str, body: Callable[..., None]) -> None:
     """An operator torch_sentinel::`name` that `body` runs, and that no compiler looks into."""
     _LIBRARY.define(f"{name}(Tensor(a!) token, {arguments}) -> ()")
     _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"torch_sentinel::{name}", lambda *args, **kwargs: None, lib=_LIBRARY
-    )
+    library.register_fake(f"torch_sentinel::{name}", lambda *args, **kwargs: None, lib=_LIBRARY)
 
 
 operator("enter", "Tensor slot", _run_enter)
