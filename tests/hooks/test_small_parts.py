@@ -122,6 +122,6 @@ def test_an_error_at_the_address_of_an_earlier_one_is_another(
                 raise ValueError("out of memory")
             raise ValueError("out of memory")
         except ValueError as error:
-            seen.append(sessions._recognised(error))
-            assert sessions._recognised(error) == seen[-1]
-    assert seen[0] != seen[1]
+            seen.append((sessions._recognised(error), sessions._recognised(error)))
+    (first, again), (other, _) = seen
+    assert first == again != other
