@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -20,15 +19,9 @@ from sentinel.dashboards.grafana import (
     Target,
 )
 from tests.support.fake_grafana import TOKEN, fake_grafana
+from tests.support.waits import until
 
 NOW = 1_700_000_000.5
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def rollback(writer: AnnotationWriter, step: int = 412, reason: str = "4th hot step") -> None:

@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,16 +19,10 @@ from sentinel.dashboards.reconcile import STUCK_S, Port, Reconciler
 from sentinel.dashboards.seal import Owner, seal, seal_of, unsealed, whose
 from tests.support.fake_grafana import TOKEN, FakeGrafana, fake_grafana
 from tests.support.schemas import grafana_schemas
+from tests.support.waits import until
 
 BOARDS = pushing.dashboards()
 GROUP = ("sentinel", "sentinel")
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,6 +49,7 @@ from sentinel_hooks.link import (
     sidecar_url,
 )
 from sentinel_hooks.runqueue import RunQueue
+from tests.support.waits import until
 
 pytestmark = pytest.mark.torch  # sentinel_hooks imports it
 
@@ -183,13 +183,6 @@ class Loop:
         self.state = engine.apply(self.state, observation, decision, outcome, POLICY)
         self.link.settled(observation, decision, outcome)
         return decision, source
-
-
-def until(condition: Any, seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come true in time"
-        time.sleep(0.005)
 
 
 class TestEmbedded:

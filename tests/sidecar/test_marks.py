@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,9 @@ from tests.support.fake_grafana import TOKEN, FakeGrafana, fake_grafana
 from tests.support.reports import Reporter
 from tests.support.sidecars import serving
 from tests.support.simulated import Damage, NanGradient, SimulatedTrainer, actions
+from tests.support.waits import until
 
 FAULTS = (NanGradient(80), Damage(150, 2.5))
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture

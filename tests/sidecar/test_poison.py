@@ -16,8 +16,9 @@ from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
 from sentinel.wire.messages import Accepted, Close, HandOver, Register, Registered, Reply, Steps
 from sentinel_hooks import link as link_module
-from tests.hooks.test_link import POLICY, Loop, until
+from tests.hooks.test_link import POLICY, Loop
 from tests.support import FakeClock
+from tests.support.waits import until
 
 
 class Client:

@@ -18,11 +18,9 @@ from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
 from sentinel.wire import codec, messages
 from sentinel.wire.messages import Close
-from tests.sidecar.test_record import FAULTS, die, metrics, small_segments, trainer
+from tests.sidecar.test_record import FAULTS, die, metrics, trainer
 from tests.support import FakeClock
 from tests.support.reports import Reporter
-
-__all__ = ["small_segments"]  # a fixture
 
 
 @pytest.fixture

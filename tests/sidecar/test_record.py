@@ -64,17 +64,6 @@ def start(tmp_path: Path, clock: FakeClock) -> Iterator[Callable[..., Service]]:
         service.close()
 
 
-@pytest.fixture
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dozen steps a segment."""
-    real = records.Record.__init__
-    monkeypatch.setattr(
-        records.Record,
-        "__init__",
-        lambda self, *a, **k: real(self, *a, **(k | {"segment_bytes": 5_000})),
-    )
-
-
 def metrics(service: Service) -> str:
     return asyncio.run(exporter.render(service, "1")).decode()
 

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, func, select, text
+from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
 from sentinel.core.errors import ConfigError
@@ -24,31 +24,10 @@ from sentinel.sidecar.store import retention
 from sentinel.sidecar.store.database import Database
 from sentinel.sidecar.store.models import AuditRow, CommandRow, DecisionRow, IncidentRow, RunRow
 from tests.support import FakeClock
-from tests.support.postgres import postgres
 from tests.support.reports import Reporter
 from tests.support.simulated import Damage, NanGradient, SimulatedTrainer
 
 TABLES = (RunRow, IncidentRow, DecisionRow, CommandRow)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with postgres() as url:
-        yield url
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'sentinel.db'}"
-    server: str = request.getfixturevalue("server")
-    engine = create_engine(server.replace("postgresql:", "postgresql+psycopg:"))
-    with engine.begin() as connection:
-        connection.execute(text("DROP SCHEMA public CASCADE"))
-        connection.execute(text("CREATE SCHEMA public"))
-    engine.dispose()
-    return server
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import anyio
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, inspect, select, text
+from sqlalchemy import inspect, select, text
 from sqlalchemy.exc import IntegrityError
 
 from sentinel.core.errors import ConfigError
@@ -28,29 +28,8 @@ from sentinel.sidecar.store.models import (
     RunRow,
 )
 from tests.support import FakeClock
-from tests.support.postgres import postgres
 from tests.support.reports import Reporter
 from tests.support.simulated import Damage, NanGradient, SimulatedTrainer, actions
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with postgres() as url:
-        yield url
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'sentinel.db'}"
-    server: str = request.getfixturevalue("server")
-    engine = create_engine(server.replace("postgresql:", "postgresql+psycopg:"))
-    with engine.begin() as connection:
-        connection.execute(text("DROP SCHEMA public CASCADE"))
-        connection.execute(text("CREATE SCHEMA public"))
-    engine.dispose()
-    return server
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ import asyncio
 import json
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,10 @@ from sentinel.traces import snapshots as saved
 from tests.support import FakeClock
 from tests.support.reports import Reporter
 from tests.support.simulated import SimulatedTrainer
+from tests.support.waits import until
 
 DAY_S = 86_400.0
 MIB = 2**20
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def snapshot(

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class Wait:
 
 _SLEEPER = """
 import time
+from collections.abc import Callable
 while True:
     before = time.perf_counter()
     time.sleep(0.01)
@@ -164,3 +166,11 @@ def queued_s(pid: int | None = None) -> dict[str, float]:
 def since(before: dict[str, float], pid: int | None = None) -> float:
     """Seconds that the threads which are there now have been so since `before`."""
     return sum(now - before.get(thread, 0.0) for thread, now in queued_s(pid).items())
+
+
+def until(holds: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait for what another thread or process does; AssertionError when it does not come."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come true in time"
+        time.sleep(0.005)
