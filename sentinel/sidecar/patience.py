@@ -8,7 +8,7 @@ few hundred slow or endless ones would keep trainers out, or the memory full. So
 * a connection without a whole request head within HEAD_S of its first need for one is closed: one
   that is new, and one that has begun a further request; between two requests of a trainer the
   server's own, longer keep-alive counts;
-* a head of more than MOST_HEAD bytes is answered with 431, what is no HTTP with 400, both in the
+* a head not whole after MOST_HEAD bytes is answered with 431, what is no HTTP with 400, both in the
   shape of every refusal, and the connection is closed;
 * more than MOST_CONNECTIONS at once are not taken.
 

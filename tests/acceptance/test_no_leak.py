@@ -208,7 +208,8 @@ def test_detach_leaves_the_objects_as_they_were(tmp_path: Path) -> None:
         watched.step()
     plain.step()
     assert shape(watched) == shape(plain)
-    assert "sentinel" not in torch.autograd.backward.__code__.co_filename
+    # Not by the word: whoever cloned the project has it in every path.
+    assert torch.autograd.backward.__code__.co_filename == torch.autograd.__file__
 
 
 def test_runs_that_nobody_detached_die_with_their_models(tmp_path: Path) -> None:
