@@ -493,8 +493,14 @@ ENDS = {
     "falls off the end": ("pass", {0}, 20),
     "sys.exit": ("sys.exit(3)", {3}, 17),
     "raises": ("raise ValueError('mine')", {1}, 17),
-    # How the interpreter ends on an interrupt depends on what it inherited: by the signal or not.
-    "interrupted": ("os.kill(os.getpid(), signal.SIGINT)", {-signal.SIGINT, 130, 1}, 17),
+    # A shell that puts a command into the background has it ignore interrupts. How the
+    # interpreter ends on one depends on what it inherited: by the signal or not.
+    "interrupted": (
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "os.kill(os.getpid(), signal.SIGINT)",
+        {-signal.SIGINT, 130, 1},
+        17,
+    ),
     "detaches": ("session.detach()", {0}, 17),
 }
 

@@ -231,7 +231,10 @@ class World:
         self.names = [name for name, _ in self.net.named_parameters()]
         self.parameters = list(self.net.parameters())  # FSDP2 swaps them inside a forward
         self.optimizer = torch.optim.AdamW(self.parameters, lr=3e-3, weight_decay=0.01)
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 400)
+        # Never zero: a test that waits for people may go on past the 400 steps.
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+            self.optimizer, 400, eta_min=1e-6
+        )
 
     def autocast(self) -> Any:
         if self.setup.mixed and self.setup.world != "fsdp":
