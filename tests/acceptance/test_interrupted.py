@@ -496,8 +496,7 @@ ENDS = {
     # A shell that puts a command into the background has it ignore interrupts. How the
     # interpreter ends on one depends on what it inherited: by the signal or not.
     "interrupted": (
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "os.kill(os.getpid(), signal.SIGINT)",
+        "signal.signal(signal.SIGINT, signal.default_int_handler); signal.raise_signal(2)",
         {-signal.SIGINT, 130, 1},
         17,
     ),
