@@ -779,6 +779,7 @@ def test_what_was_not_recorded_is_said_and_not_a_bare_dash(
 ) -> None:
     nothing = {
         "ledger": None,
+        "snapshots": [],
         "decision": None,
         "loss": None,
         "grad_norm": None,
