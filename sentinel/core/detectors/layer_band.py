@@ -174,11 +174,11 @@ def _packed(values: npt.NDArray[np.floating]) -> bytes:
     usual = np.isfinite(values)
     if not usual.all():
         whole = np.where(usual, whole, _UNKNOWN)
-    return whole.astype("<i2").tobytes()
+    return bytes(whole.astype("<i2").data)
 
 
 def _unpacked(data: bytes) -> Float32:
     whole: Int16 = np.frombuffer(data, "<i2")
-    values: Float32 = whole / np.float32(_SCALE)
+    values = np.divide(whole, np.float32(_SCALE), dtype=np.float32)
     unknown = whole == _UNKNOWN
     return np.where(unknown, np.float32(np.nan), values) if unknown.any() else values
