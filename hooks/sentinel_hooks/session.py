@@ -78,11 +78,11 @@ from sentinel_hooks.ledger_file import Keeper, fingerprint
 from sentinel_hooks.link import EmbeddedLink, Link
 from sentinel_hooks.observe import Faint, Letter, Measured, Observer
 from sentinel_hooks.outlets import Outlets, settled
-from sentinel_hooks.overflows import Overflows
 from sentinel_hooks.probes.grads import local, share
 from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.ranks.council import Council, Note
 from sentinel_hooks.saving import Saving
+from sentinel_hooks.scaler_skips import ScalerSkips
 from sentinel_hooks.scaling import kernel_will_drop, scaler_dropped
 from sentinel_hooks.seams.clip_tap import CLIP_TAP
 from sentinel_hooks.seams.gate import Gate, ScalerTap, StepPlan
@@ -284,7 +284,7 @@ class Session:
         self._stepped = [0] * len(target.optimizers)  # ... and when each did last
         self._gates_since_update = 0
         self._late_skips = 0
-        self._overflows = Overflows(run_id)
+        self._scaler_skips = ScalerSkips(run_id)
         self._left_out = False  # this step was not taken by the scaler, and no gate was reached
         # Models whose ranks may have unequal numbers of batches.
         self._joinable: list[Any] = [] if council is None else _ddp_in(target)
@@ -434,7 +434,7 @@ class Session:
             link=self._link.status(),
             incidents=incidents,
             layer_names=telling.layer_names(incidents, self.layers.layers),
-            scaler_skips=self._overflows.count,
+            scaler_skips=self._scaler_skips.count,
             late_skips=self._late_skips,
             internal_errors=dict(self._guard.counts),
             directory=str(self.directory) if self._recorder is not None else "",
@@ -1130,7 +1130,7 @@ class Session:
             self._council.carried_out(
                 observation.step, outcome.executed.name, outcome.applied, decision.lr_factor
             )
-        self._overflows.settled(observation, outcome)
+        self._scaler_skips.settled(observation, outcome)
         self._keeper.settled(observation, decision, outcome)
         self._keeper.moved(before, self._state)  # before a restore or a halt is carried out
         if self._outlets is not None:

@@ -1,8 +1,8 @@
-"""Overflows: what is said of steps that the gradient scaler leaves out by itself.
+"""Scaler skips: what is said of steps that the gradient scaler leaves out by itself.
 
-    overflows = Overflows("r7")
-    overflows.settled(observation, outcome)      each step
-    overflows.count                              for status()
+    skips = ScalerSkips("r7")
+    skips.settled(observation, outcome)      each step
+    skips.count                              for status()
 
 A GradScaler starts with a scale that is too large on purpose and halves it until nothing overflows,
 then doubles it every few thousand steps. These steps are its own doing: they would not have been
@@ -20,7 +20,7 @@ from sentinel.core.types import Observation, Outcome
 logger = logging.getLogger(__name__)
 
 
-class Overflows:
+class ScalerSkips:
     """Of one process.
 
     Attributes:
