@@ -52,7 +52,7 @@ def shown(service: Service, layers: Layers = Layers.TOP) -> dict[str, float]:
 
 
 def set_norms(service: Service, values: np.ndarray) -> None:
-    service.runs.get("r").columns["layer_grad_norm"] = values.astype(np.float32)
+    service.runs.get("r").figures.columns["layer_grad_norm"] = values.astype(np.float32)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_series_of_runs_that_are_over_disappear_after_a_while(
 
 def test_what_the_trainer_measures_besides_is_exported(service: Service) -> None:
     reporting(service, 2)
-    service.runs.get("r").counts = Counts(
+    service.runs.get("r").figures.counts = Counts(
         gauges={"tokens_per_second": 1234.5, "memory_bytes/weights": 1e9, "unknown": 1.0}
     )
     found = scrape(service)

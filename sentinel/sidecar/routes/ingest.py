@@ -86,7 +86,7 @@ def router(service: Service) -> APIRouter:
         def of_person(body: bytes) -> tuple[int, Any]:
             asked = read_json(_JsonRegister, body or b"{}", "registration")
             layers = tuple(map(_layer, asked.layers))
-            taken = runs.register_json(run, layers, now(), asked.first_step)
+            taken = runs.json.register(run, layers, now(), asked.first_step)
             return 200, {
                 "run": run,
                 "policy": taken.policy.to_dict(),
@@ -108,8 +108,9 @@ def router(service: Service) -> APIRouter:
                 outcome = _outcome(asked.outcome)
             events = tuple(_event(e) for e in asked.events)
             observation = codec.observation_from_json(bytes(asked.observation))
-            decision = runs.step_json(run, observation, outcome, events, now())
-            return 200, {"run": run, "decision": decision, "recorded": runs.newest_kept(run)}
+            decision = runs.json.step(run, observation, outcome, events, now())
+            kept = runs.json.newest_kept(run)
+            return 200, {"run": run, "decision": decision, "recorded": kept}
 
         def of_trainer(message: Steps) -> Message:
             return runs.steps(message, now())
@@ -131,7 +132,7 @@ def router(service: Service) -> APIRouter:
     async def close(run: str, request: Request) -> Response:
         def of_person(body: bytes) -> tuple[int, Any]:
             asked = read_json(_JsonClose, body or b"{}", "close")
-            return 200, {"run": run, "state": runs.close_json(run, asked.state, now())}
+            return 200, {"run": run, "state": runs.json.close(run, asked.state, now())}
 
         def of_trainer(message: Close) -> Message:
             runs.close(message, now())
