@@ -9,6 +9,7 @@
     writers.Writers        who may write: registering, fences, second writers
     reports.Reports        what the writer says: steps, its state, its end
     json_trainers          the same for trainers that speak JSON
+    sessions.Sessions      which of several of those may write
     recording.Recording    a report's way onto the disk, and into Figures
     chronicle.Chronicle    what became of a run, for the database, for listeners, for Grafana
     comeback.Comeback      what an earlier start of the sidecar has left
@@ -26,10 +27,14 @@ from sentinel.sidecar.runs.orders import Order
 from sentinel.sidecar.runs.refusal import RefusedError
 from sentinel.sidecar.runs.run import Run
 from sentinel.sidecar.runs.runs import COMMAND_TTL_S, Runs
+from sentinel.sidecar.runs.session import Claim
+from sentinel.sidecar.runs.sessions import SESSION_HEADER
 from sentinel.sidecar.runs.views import details, summary
 
 __all__ = [
     "COMMAND_TTL_S",
+    "SESSION_HEADER",
+    "Claim",
     "Histogram",
     "Mirror",
     "Order",

@@ -50,6 +50,7 @@ class Chronicle:
                 policy=run.policy_bytes,
                 reason=run.reason,
                 json=run.session is not None,
+                session="" if run.session is None else run.session.id,
                 layers=msgspec.to_builtins(run.layers),
                 info=dict(run.info),
                 refused=list(run.refused),

@@ -169,7 +169,7 @@ class Comeback:
             registered=row.registered_at,
             max_layers=self._settings.max_layers,
             reason=row.reason,
-            session=Session(unrevived=True) if row.json else None,
+            session=Session(id=row.session, unrevived=True) if row.json else None,
             orders=Orders(row.name, self._tell),
             run_state=row.state,
             last_report=row.heard_at,

@@ -1,13 +1,15 @@
 """Trainers that speak JSON: they have no engine, so their state lives here and they obey.
 
-    run = trainers.register(name, layers, now, first=None)
-    decision = trainers.step(name, observation, outcome, events, now)
+    run = trainers.register(name, layers, now, first=None, claim=Claim(exclusive=True))
+    decision = trainers.step(name, observation, outcome, events, now, carried=run.session.id)
     trainers.newest_kept(name)                 whether a disk took that report
-    trainers.close(name, "finished", now)
+    trainers.close(name, "finished", now, carried=run.session.id)
 
 Steps count attempted steps, one after the other; a later one than the next leaves a hole, the same
 one again gets the same decision, an earlier one is refused. After a restart of the sidecar the
 state is computed again from the series (comeback.py). `docs/sidecar.md` tells trainers of it.
+
+Which of several may write is settled in sessions.py.
 
 Units:   `now` in Unix seconds; `timer` gives monotonic seconds, for durations only.
 Errors:  RefusedError and ProtocolError; a refused step has settled nothing.
@@ -38,11 +40,14 @@ from sentinel.sidecar.runs.recording import Recording
 from sentinel.sidecar.runs.refusal import RefusedError
 from sentinel.sidecar.runs.registry import Registry
 from sentinel.sidecar.runs.run import ENDED, Run
-from sentinel.sidecar.runs.session import Session
+from sentinel.sidecar.runs.session import Claim, Session
+from sentinel.sidecar.runs.sessions import Sessions, new_session
 from sentinel.sidecar.runs.writers import Writers, next_fence
 from sentinel.sidecar.settings import Settings
 from sentinel.wire import codec, messages
 from sentinel.wire.messages import Frame, Layer, Move
+
+SHARED = Claim()
 
 
 class JsonTrainers:
@@ -64,16 +69,23 @@ class JsonTrainers:
         self._recording = recording
         self._chronicle = chronicle
         self._comeback = comeback
+        self._sessions = Sessions(settings, chronicle)
         self._timer = timer
 
     def register(
-        self, name: str, layers: tuple[Layer, ...], now: float, first: int | None = None
+        self,
+        name: str,
+        layers: tuple[Layer, ...],
+        now: float,
+        first: int | None = None,
+        claim: Claim = SHARED,
     ) -> Run:
         """Register a run whose state lives here: its trainer posts JSON and obeys.
 
         Args:
             first: it begins anew at this step, from a checkpoint; None: it goes on, if it has not
                 ended.
+            claim: whether it shares its run.
 
         Raises:
             RefusedError: a bad name, no room, another process writes this run, or it goes on with
@@ -84,19 +96,26 @@ class JsonTrainers:
             check_step("first_step", first)
         old = self._registry.runs.get(name)
         if old is None or old.session is None or old.run_state in ENDED:
-            return self._anew(name, self._writers.admit(name, "json", 0, now), layers, first, now)
+            admitted = self._writers.admit(name, "json", 0, now)
+            given = new_session(claim)
+            return self._anew(name, admitted, layers, Session(given, first), now)
+        session = old.session
         self._comeback.revive(old)
         fresh = old.observation is None and old.state is None
+        given = self._sessions.given(old, session, claim, fresh=fresh, now=now)
         if first is not None and not fresh:
-            return self._anew(name, old, layers, first, now)
+            return self._anew(name, old, layers, Session(given, first), now)
         table = apart(layers) or old.layers
         if fresh:
-            old.session.first = first
+            session.first = first
         else:
             _same_layers(old, table)
         old.layers = table
         old.heard(now, report=False)
         self._chronicle.back(old)
+        if given != session.id:
+            session.id, session.strangers = given, set()
+            self._chronicle.save(old)
         return old
 
     def step(
@@ -106,14 +125,16 @@ class JsonTrainers:
         outcome: Outcome | None,
         events: tuple[Event, ...],
         now: float,
+        carried: str = "",
     ) -> Decision:
         """Decide one observation of such a run.
 
         Args:
             outcome: what was done at the step before; None: what was decided.
+            carried: the session that its trainer was given; "" when it carries none.
 
         Raises:
-            RefusedError: not such a run, or not the step that comes next.
+            RefusedError: not such a run, not who writes it, or not the step that comes next.
         """
         run, session = self._of_json(name)
         if run.run_state in ENDED:
@@ -122,6 +143,7 @@ class JsonTrainers:
                 f"run {name!r} is {run.run_state}: PUT /v1/runs/{name} begins it anew, with "
                 "whatever step comes next",
             )
+        self._sessions.only_the_writer(run, session, carried, now)
         self._comeback.revive(run)
         check_step("observation.step", observation.step)
         check_columns(run, observation.columns)
@@ -134,6 +156,7 @@ class JsonTrainers:
         mirror = run.mirror
         asked = mirror.decision if mirror.undecided else None
         if asked is not None and observation.step == asked.step:
+            self._sessions.only_once(run, session, observation)
             run.heard(now, report=True)
             self._chronicle.back(run)
             return asked  # the same question again
@@ -177,15 +200,16 @@ class JsonTrainers:
         run = self._registry.get(name)
         return run.mirror.next_seq - 1 in run.kept.seen
 
-    def close(self, name: str, state: str, now: float) -> str:
+    def close(self, name: str, state: str, now: float, carried: str = "") -> str:
         """Such a run is over; how it has ended, which may have been before.
 
         Raises:
-            RefusedError: not such a run.
+            RefusedError: not such a run, or not who writes it.
         """
-        run, _ = self._of_json(name)
+        run, session = self._of_json(name)
         if run.run_state in ENDED:
             return run.run_state
+        self._sessions.only_the_writer(run, session, carried, now)
         self._comeback.revive(run)
         run.last_heard = now
         mirror = run.mirror
@@ -200,7 +224,12 @@ class JsonTrainers:
         return run.run_state
 
     def _anew(
-        self, name: str, old: Run | None, layers: tuple[Layer, ...], first: int | None, now: float
+        self,
+        name: str,
+        old: Run | None,
+        layers: tuple[Layer, ...],
+        session: Session,
+        now: float,
     ) -> Run:
         """An incarnation of its own, with an engine that warms up."""
         policy = self._settings.policy or Policy.load("default")
@@ -218,7 +247,7 @@ class JsonTrainers:
             info={},
             registered=now,
             max_layers=self._settings.max_layers,
-            session=Session(first),
+            session=session,
             last_report=now,
             last_heard=now,
         )

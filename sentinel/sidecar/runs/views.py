@@ -51,6 +51,7 @@ def details(run: Run, now: float) -> dict[str, Any]:
     return summary(run, now) | {
         "incarnation": run.incarnation,
         "fence": run.fence,
+        "exclusive": run.session is None or bool(run.session.id),
         "info": run.info,
         "engine_version": run.engine_version,
         "policy_hash": run.policy_hash,
