@@ -22,20 +22,24 @@ class Trainer:
     """One process of somebody's, in whatever language."""
 
     def __init__(self, process: ServeProcess, loss: float) -> None:
-        self.client = httpx.Client(base_url=f"{process.url}/v1/runs/r7")
+        self.url = f"{process.url}/v1/runs/r7"
+        self.headers: dict[str, str] = {}
         self.loss = loss
         self.refused: list[str] = []
 
+    def ask(self, method: str, path: str = "", body: Any = None) -> httpx.Response:
+        return httpx.request(method, self.url + path, json=body, headers=self.headers, timeout=60.0)
+
     def put(self, **body: Any) -> httpx.Response:
-        got = self.client.put("", json={"layers": ["a", "b"], **body})
+        got = self.ask("PUT", "", {"layers": ["a", "b"], **body})
         if got.status_code == 200 and got.json()["session"]:
-            self.client.headers["sentinel-session"] = got.json()["session"]
+            self.headers["sentinel-session"] = got.json()["session"]
         return got
 
     def step(self, step: int) -> bool:
         """One step; False when it was refused and trains on alone."""
         seen = {"step": step, "loss": self.loss + 0.01 * (step % 5), "grad_norm": 1.0}
-        got = self.client.post("/steps", json=seen)
+        got = self.ask("POST", "/steps", seen)
         if got.status_code == 200:
             assert got.json()["recorded"]
             return True
@@ -59,8 +63,8 @@ def test_the_second_trainer_is_told_and_never_mixed_in(tmp_path: Path) -> None:
         assert set(second.refused) == {"fenced"}
         metrics = httpx.get(f"{process.url}/metrics").text
         assert 'sentinel_second_writers_refused{run="r7"}' in metrics
-        assert first.client.post("/close", json={}).json()["state"] == "finished"
-        told = first.client.get("/series?name=loss").json()["series"]["loss"]
+        assert first.ask("POST", "/close", {}).json()["state"] == "finished"
+        told = first.ask("GET", "/series?name=loss").json()["series"]["loss"]
         assert told["step"] == list(range(STEPS))
         assert told["value"] == [2.0 + 0.01 * (step % 5) for step in range(STEPS)]
         assert second.put(exclusive=True).status_code == 200  # the name is free now
