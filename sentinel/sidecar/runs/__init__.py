@@ -17,7 +17,7 @@
     bounds                 what a trainer may say
     views                  a run as JSON, for people
 
-Below Runs nobody calls up, and a part knows only those it was given.
+Nobody calls up, and whoever works on a run knows only those it was given (import contracts 7, 8).
 """
 
 from sentinel.sidecar.runs.figures import Histogram, Row
