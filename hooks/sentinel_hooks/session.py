@@ -82,6 +82,7 @@ from sentinel_hooks.probes.grads import local, share
 from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.ranks.council import Council, Note
 from sentinel_hooks.saving import Saving
+from sentinel_hooks.scaler_skips import ScalerSkips
 from sentinel_hooks.scaling import kernel_will_drop, scaler_dropped
 from sentinel_hooks.seams.clip_tap import CLIP_TAP
 from sentinel_hooks.seams.gate import Gate, ScalerTap, StepPlan
@@ -283,6 +284,8 @@ class Session:
         self._stepped = [0] * len(target.optimizers)  # ... and when each did last
         self._gates_since_update = 0
         self._late_skips = 0
+        self._scaler_skips = ScalerSkips(run_id)
+        self._left_out = False  # this step was not taken by the scaler, and no gate was reached
         # Models whose ranks may have unequal numbers of batches.
         self._joinable: list[Any] = [] if council is None else _ddp_in(target)
         self._told: set[str] = set()  # kinds of blind spot that were logged
@@ -431,6 +434,7 @@ class Session:
             link=self._link.status(),
             incidents=incidents,
             layer_names=telling.layer_names(incidents, self.layers.layers),
+            scaler_skips=self._scaler_skips.count,
             late_skips=self._late_skips,
             internal_errors=dict(self._guard.counts),
             directory=str(self.directory) if self._recorder is not None else "",
@@ -439,6 +443,7 @@ class Session:
             lineage=self._keeper.told,
             self_check=str(self._check),
             reads=self._reads(),
+            notes=telling.notes(self._saving, self._probes),
         )
 
     def checkpointed(self, path: str | os.PathLike[str]) -> None:
@@ -980,6 +985,8 @@ class Session:
                 # Another optimizer overflowed: the scaler leaves its step() out and this one in,
                 # as it does unattached. Should it come all the same, it is looked at by itself.
                 executed, self._each = Action.PROCEED, True
+            if self._left_out:
+                executed = Action.PROCEED
         return executed
 
     def _late_nonfinite(self, me: int) -> bool:
@@ -1075,14 +1082,16 @@ class Session:
         self._done.clear()
         self._settle()
         self._observer.probe.refresh()
-        self._decide(began, 0)
+        self._left_out = True
+        try:
+            self._decide(began, 0)
+        finally:
+            self._left_out = False
         self._done = set(range(len(self._gates)))
         self._stepped = [self._steps] * len(self._gates)
         self._observer.fresh = 0
         open_ = self._open
         if open_ is not None:
-            if open_.executed is Action.SKIP_STEP and _routine_overflow(open_.observation):
-                open_.executed = Action.PROCEED
             open_.complete = True
         self._safe_done = False
 
@@ -1121,6 +1130,7 @@ class Session:
             self._council.carried_out(
                 observation.step, outcome.executed.name, outcome.applied, decision.lr_factor
             )
+        self._scaler_skips.settled(observation, outcome)
         self._keeper.settled(observation, decision, outcome)
         self._keeper.moved(before, self._state)  # before a restore or a halt is carried out
         if self._outlets is not None:

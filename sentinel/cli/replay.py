@@ -18,6 +18,7 @@ from sentinel.cli import words
 from sentinel.cli.failing import NothingError, UsageError, find_run
 from sentinel.core.errors import ConfigError, SentinelError
 from sentinel.core.policy import Policy
+from sentinel.core.state import ENGINE_VERSION
 from sentinel.core.types import Decision
 from sentinel.traces.replay import ReplayReport, replay
 from sentinel.wire import codec
@@ -110,6 +111,13 @@ def _lines(report: ReplayReport) -> list[str]:
         lines.append(f"{which} {report.steps} recomputed decisions {verdict}")
         return lines + _incidents(report)
     lines.append(f"{report.different} of {report.steps} decisions differ")
+    others = [v for v in report.engine_versions if v != ENGINE_VERSION]
+    if others and report.same_policy:
+        lines.append(
+            f"recorded by engine version {', '.join(map(str, others))}, computed again by "
+            f"{ENGINE_VERSION}, which decides by other rules: whether the record is true, the "
+            "version that recorded it can say"
+        )
     if not report.differences:
         return lines + _incidents(report)
     rows = [("step", "recorded", "recomputed")]
@@ -132,10 +140,10 @@ def _incidents(report: ReplayReport) -> list[str]:
         return ["no incidents"]
     head = "incidents:" if report.same_policy else "incidents under this policy:"
     lines = [head]
+    targets = dict(report.targets)
     for incident in report.incidents:
-        lines += [
-            f"  {line}" for line in words.incident_lines(codec.plain(incident), report.layers)
-        ]
+        told = words.incident_lines(codec.plain(incident), report.layers, targets=targets)
+        lines += [f"  {line}" for line in told]
     return lines
 
 

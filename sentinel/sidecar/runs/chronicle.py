@@ -1,6 +1,6 @@
 """What became of a run, for the database, for those who listen, and for Grafana.
 
-    chronicle.changed(run)                     it is written down and told: registered, lost, back
+    chronicle.changed(run, "registered")       its state is written down and told
     chronicle.back(run), chronicle.lost(run, now), chronicle.ends(run, "finished", now)
     chronicle.decision(run, decision, attempt, source, now, live=True)
     chronicle.incidents(run, now)              those of its ledger that have changed
@@ -61,17 +61,18 @@ class Chronicle:
             )
         )
 
-    def changed(self, run: Run) -> None:
-        """Its state changed: write that down and tell."""
+    def changed(self, run: Run, what: str = "") -> None:
+        """Its state changed: write that down and tell; `what` where the state does not say it."""
         self.save(run)
-        self._hub.publish("run", run.name, {"state": run.run_state, "run": run.name})
+        told = {"state": run.run_state, "what": what or run.run_state, "run": run.name}
+        self._hub.publish("run", run.name, told | {"incarnation": run.incarnation})
 
     def back(self, run: Run) -> None:
         """It was heard; if it was lost, it is not any more."""
         if run.run_state == "lost":
             run.run_state, run.ended = "running", None
             logger.info("run is back run=%s", run.name)
-            self.changed(run)
+            self.changed(run, "back")
 
     def lost(self, run: Run, now: float) -> None:
         """It has been silent for too long."""

@@ -64,6 +64,9 @@ class Orders:
     def __iter__(self) -> Iterator[Order]:
         return iter(self._orders.values())
 
+    def __len__(self) -> int:
+        return len(self._orders)
+
     def get(self, key: str) -> Order | None:
         """The order of that id."""
         return self._orders.get(key)

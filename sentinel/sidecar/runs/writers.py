@@ -152,7 +152,7 @@ class Writers:
         elif new.kept.record is None:
             self._recording.open(new, first)
         self._registry.runs[new.name] = new
-        self._chronicle.changed(new)
+        self._chronicle.changed(new, "registered" if old is None else "registered again")
         logger.info(
             "run registered run=%s incarnation=%s fence=%s decides=%s policy=%s",
             new.name,
