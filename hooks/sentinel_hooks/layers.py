@@ -26,10 +26,10 @@ from torch import nn
 
 from sentinel.core.detectors import layer_outlier
 from sentinel.core.types import LAYER_BLOCK, LAYER_ROLE, Column
+from sentinel_hooks.blocks import Blocks, clean
 
 OTHER = -1
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Layer:
     Attributes:
         kind: the module's class.
         shape: of its largest parameter.
-        block: the first number in the FQN, which is the block index by custom; None without one.
+        block: which block it lies in, see blocks.py; None outside of all.
         attention: the module, or one around it, is an attention by name.
     """
 
@@ -58,6 +58,8 @@ class LayerTable:
         """Table of `models`; with several models each name starts with the model's number."""
         self._models = tuple(models)
         self._modules: list[nn.Module] = []
+        self._roles: list[str] = []  # names, those of blocks of one word spelled apart
+        self._blocks: list[Blocks] = []
         self.layers: tuple[Layer, ...] = ()
         self._build()
 
@@ -76,7 +78,7 @@ class LayerTable:
     def columns(self) -> dict[str, Column]:
         """Block and role of each layer, as the engine takes them; float32 [L], -1 for none."""
         blocks = [-1 if layer.block is None else layer.block for layer in self.layers]
-        roles = layer_outlier.roles_of(tuple(layer.name for layer in self.layers))
+        roles = layer_outlier.roles_of(tuple(self._roles))
         return {
             LAYER_BLOCK: np.array(blocks, dtype=np.float32),
             LAYER_ROLE: roles.astype(np.float32),
@@ -95,24 +97,34 @@ class LayerTable:
         inside = {id(m) for m in module.modules()}
         return [i for i, m in enumerate(self._modules) if id(m) in inside]
 
+    def blocks_of(self, model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
+        """(name, module) of a model's blocks, first to last; () where they are numbered."""
+        for known, blocks in zip(self._models, self._blocks, strict=True):
+            if known is model:
+                return blocks.modules
+        return ()
+
     def _build(self) -> None:
         layers: list[Layer] = []
         seen: set[int] = set()
         for number, model in enumerate(self._models):
             prefix = f"{number}." if len(self._models) > 1 else ""
+            blocks = Blocks.of(model)
+            self._blocks.append(blocks)
             for name, module in model.named_modules():
                 own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
                 if not own:
                     continue
                 seen.update(id(p) for p in own)
-                name = prefix + (_clean(name) or type(module).__name__)
-                block = _NUMBER.search(name[len(prefix) :])
+                path = clean(name)
+                name = prefix + (path or type(module).__name__)
+                self._roles.append(prefix + blocks.roles.get(path, path or name))
                 layers.append(
                     Layer(
                         name=name,
                         kind=type(module).__name__,
                         shape=_shape(max(own, key=_numel)),
-                        block=int(block[1]) if block else None,
+                        block=blocks.numbers.get(path),
                         attention=bool(
                             _ATTENTION.search(name) or _ATTENTION.search(type(module).__name__)
                         ),
@@ -121,15 +133,6 @@ class LayerTable:
                 )
                 self._modules.append(module)
         self.layers = tuple(layers)
-
-
-def _clean(name: str) -> str:
-    """The FQN without the wrappers' own steps: the same layer has one name, compiled or not."""
-    return ".".join(
-        part
-        for part in name.split(".")
-        if part not in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-    )
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -525,7 +525,9 @@ class Observer:
             local(p.detach())
             for model in self._target.models
             for p in model.parameters()
-            if not nn.parameter.is_lazy(p) and p.is_floating_point()
+            if not nn.parameter.is_lazy(p)
+            and (p.is_floating_point() or p.is_complex())
+            and p.device.type != "meta"  # offloaded: not there to be looked at
         ]
         vectors, _ = read([n.reshape(1) for n in tensor_norms(dense)], [])
         return all(

@@ -63,7 +63,7 @@ from sentinel_hooks.parts.registry import Registry
 from sentinel_hooks.parts.turns import Mark
 from sentinel_hooks.probes.grads import elements
 from sentinel_hooks.ranks.council import Council
-from sentinel_hooks.scaling import kernel_will_drop, routine, scaler_dropped
+from sentinel_hooks.scaling import kernel_will_drop, scaler_dropped
 from sentinel_hooks.seams.gate import StepPlan
 from sentinel_hooks.seams.hooks import Hooks
 from sentinel_hooks.selfcheck import SelfCheck
@@ -144,7 +144,7 @@ class Session:
         self._canary = parts.canary
         self._between = parts.between
         self._voice = parts.voice
-        self._left_to_scaler = parts.left_to_scaler
+        self._overflows = parts.overflows
         self._late = parts.late
         self._chronicle = parts.chronicle
         self._blind = parts.blind
@@ -293,7 +293,7 @@ class Session:
         observer.forget(bit)
         if newer:  # gradients that no limit was compared with
             self._late.stop("gradients are made between two optimizers' steps")
-        looked_at = newer or self._left_to_scaler.each
+        looked_at = newer or self._overflows.each
         if looked_at and not self._plan.hold and self._voice.nonfinite(me):
             self._late_skips += 1
             logger.warning(
@@ -334,20 +334,18 @@ class Session:
         self._turns.over()
         self._settle()
         self._observer.probe.refresh()
-        self._decide(began, 0)
+        self._decide(began, 0, left_out=True)
         self._turns.all_left_out()
         self._observer.fresh = 0
         step = self._open
         if step is not None:
-            if step.executed is Action.SKIP_STEP and routine(step.observation):
-                step.executed = Action.PROCEED
             step.complete = True
         self._safe_done = False
 
     # ---------------------------------------------------------------- observe and decide
 
-    def _decide(self, began: float, me: int) -> None:
-        """Observe, decide, and open the step."""
+    def _decide(self, began: float, me: int, *, left_out: bool = False) -> None:
+        """Observe, decide, and open the step; `left_out`: the scaler has not taken it."""
         prepared = self._guard.run("gate", self._prelude, me)
         sent = self._late.sent
         if sent is not None:  # the device decides, and it is heard at the next gate
@@ -385,7 +383,7 @@ class Session:
         if canary is not None:
             loss = measured.canary_loss if measured is not None else None
             self._guard.run("canary", canary.judged, decision, loss)
-        executed = self._left_to_scaler.executed(decision, observation, members, me)
+        executed = self._overflows.executed(decision, observation, members, me, left_out=left_out)
         held = executed is not Action.PROCEED
         if held and self._running.before == observation.step:
             self._guard.run("act", self._running.put_back)
@@ -445,6 +443,7 @@ class Session:
             self._council.carried_out(
                 outcome.step, outcome.executed.name, outcome.applied, decision.lr_factor
             )
+        self._overflows.settled(step.observation, outcome)
         self._chronicle.step(step, before, state)
         self._saving.prune()
 
@@ -614,6 +613,7 @@ class Session:
             link=self._link.status(),
             incidents=incidents,
             layer_names=telling.layer_names(incidents, self.layers.layers),
+            scaler_skips=self._overflows.count,
             late_skips=self._late_skips,
             internal_errors=dict(self._guard.counts),
             directory=str(self.directory) if self._chronicle.recorder is not None else "",
@@ -622,6 +622,7 @@ class Session:
             lineage=self._keeper.told,
             self_check=str(self._check),
             reads=str(self._late),
+            notes=telling.notes(self._saving, self._probes),
         )
 
     def _protection(self) -> tuple[Protection, str]:

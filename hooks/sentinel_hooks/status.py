@@ -39,11 +39,13 @@ class Status:
         on_disk: steps of snapshots that this process has on disk.
         incidents: all that are open, firing ones first, then the newest that are over.
         layer_names: of the layers that the incidents name, by their index in the layer table.
+        scaler_skips: steps that the gradient scaler left out by itself, since attach().
         late_skips: optimizers of a group that were held back on their own, because a gradient
             made after the group's decision was not finite.
         internal_errors: sentinel's own errors that were caught, by place.
         lineage: of a run that was restarted: which of its weights it went on with.
         self_check: whether what is promised is seen, by the first steps; see selfcheck.py.
+        notes: what was settled by itself and a reader should know; no loss of protection.
         reads: with reads="late": how many steps had to be read at once, and why.
         rank: of this process among the `ranks` that act together.
     """
@@ -63,6 +65,7 @@ class Status:
     link: LinkStatus
     incidents: tuple[Incident, ...] = ()
     layer_names: Mapping[int, str] = field(default_factory=dict)
+    scaler_skips: int = 0
     late_skips: int = 0
     on_disk: tuple[int, ...] = ()
     internal_errors: Mapping[str, int] = field(default_factory=dict)
@@ -70,6 +73,7 @@ class Status:
     lineage: str = ""
     self_check: str = ""
     reads: str = ""
+    notes: tuple[str, ...] = ()
     rank: int = 0
     ranks: int = 1
 
@@ -86,6 +90,7 @@ class Status:
         if self.reads:
             lines.append(f"  reads: {self.reads}")
         lines += [f"  blind spot: {spot}" for spot in self.blind_spots]
+        lines += [f"  note: {note}" for note in self.notes]
         if self.lineage:
             lines.append(f"  restarted: {self.lineage}")
         lines.append(f"  canary: {self.canary}")
@@ -103,6 +108,11 @@ class Status:
         )
         if c.would:
             lines.append(f"  would have acted: {_sum(c.would)}{_by(c.would)}")
+        if self.scaler_skips:
+            lines.append(
+                f"  left out by the gradient scaler: {self.scaler_skips} steps that overflowed; "
+                "its own doing, and among the lost ones"
+            )
         if self.late_skips:
             lines.append(f"  held back on their own: {self.late_skips} optimizer steps")
         link = self.link

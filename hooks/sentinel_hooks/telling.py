@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from sentinel.core.incidents import INSTABILITY
@@ -15,11 +14,10 @@ from sentinel_hooks.ledger_file import Keeper
 from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.saving import Saving
 from sentinel_hooks.snapshots import Snapshots
-from sentinel_hooks.status import BlindSpot, named
+from sentinel_hooks.status import NAMED, BlindSpot, named
 
 RESOLVED = 3  # incidents that status() still shows when they are over
 FLAGS = 3  # lines of one step
-_NUMBERED = re.compile(r"([A-Za-z_]+)(\d+)(?=\.|$)")
 # What the runbook says first, of flags whose finding is a number alone.
 _ADVICE = {
     "norm_band": (
@@ -48,6 +46,8 @@ def protection(
     if forsaken:
         return Protection.BLIND, "training goes on, but no watched optimizer steps any more"
     found = last.readings.protection
+    if found is Protection.OFF:  # resumed since: the ledger says so already
+        return Protection.WARMING, "automation was off at the last step, and is on from the next"
     if found is Protection.BLIND:
         return found, "neither loss nor gradient norm was measured at the last step"
     if found is Protection.WARMING:
@@ -147,32 +147,23 @@ def of_the_loop(
 
 
 def of_the_depth(table: LayerTable, policy: Policy) -> list[BlindSpot]:
-    """Flags about depth that find too few blocks, where by the names there may be more.
+    """Flags about depth, where nothing is known of the blocks (see blocks.py).
 
-    Of a model that is told by its names to have two blocks nothing is missed.
+    Of a model that has two blocks nothing is missed.
     """
-    found = len({layer.block for layer in table.layers} - {None})
-    alike: dict[str, set[str]] = {}  # block_0 to block_3 are four of one stem
-    for layer in table.layers:
-        for stem, number in _NUMBERED.findall(layer.name):
-            alike.setdefault(stem, set()).add(number)
-    if found and max(map(len, alike.values()), default=0) < policy.depth.least:
+    if len(table) < policy.depth.least or any(x.block is not None for x in table.layers):
         return []
     least = {"depth": policy.depth.least, "residual_gain": GAIN_LEAST}
-    short = [
-        name
-        for name, needed in least.items()
-        if found < needed <= len(table) and getattr(policy.rules, name).mode is not Mode.OFF
-    ]
-    if not short or len(table) < policy.depth.least:
+    blind = [name for name in least if getattr(policy.rules, name).mode is not Mode.OFF]
+    if not blind:
         return []
     return [
         BlindSpot(
-            f"{' and '.join(short)} {'are' if len(short) > 1 else 'is'} not judged: of "
-            f"{len(table)} layers {found} numbered blocks were made out, and "
-            f"{' and '.join(str(least[name]) for name in short)} are needed",
-            "hold the blocks in an nn.ModuleList or nn.Sequential, which names them by number; of "
-            "a model with fewer there is nothing to judge",
+            f"{' and '.join(blind)} {'are' if len(blind) > 1 else 'is'} not judged: of the names "
+            f"of {len(table)} layers none says in which block it lies, and "
+            f"{' and '.join(str(least[name]) for name in blind)} blocks are needed",
+            "hold the blocks in an nn.ModuleList or nn.Sequential, or name them by one word and a "
+            "number (block_0, block_1); of a model with fewer there is nothing to judge",
         )
     ]
 
@@ -180,6 +171,20 @@ def of_the_depth(table: LayerTable, policy: Policy) -> list[BlindSpot]:
 def of_the_probes(probes: Probes) -> list[BlindSpot]:
     """Signals that are not seen."""
     return [BlindSpot(spot.what, spot.way_out) for spot in probes.blind_spots()]
+
+
+def notes(saving: Saving, probes: Probes) -> tuple[str, ...]:
+    """What was settled without asking, and costs no protection."""
+    left_out = saving.ram.left_out
+    if not left_out:
+        return tuple(probes.notes())
+    few = ", ".join(left_out[:NAMED])
+    more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
+    said = (
+        f"snapshots leave out what holds no data (meta device, as offloaded weights do): {few}"
+        f"{more}; no optimizer trains them, so they cannot change"
+    )
+    return (said, *probes.notes())
 
 
 def of_saving(saving: Saving, config: Snapshots, keeper: Keeper) -> list[BlindSpot]:

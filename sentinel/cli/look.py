@@ -86,6 +86,7 @@ def list_runs(options: argparse.Namespace) -> int:
 
 
 DASH_NONE = "none yet"
+ORDERS_SHOWN = 5
 
 
 def status(options: argparse.Namespace) -> int:
@@ -110,17 +111,21 @@ def list_incidents(options: argparse.Namespace) -> int:
         )
         found: list[tuple[str, Any, list[str]]] = []
         targets: dict[str, dict[int, int]] = {}
+        lacking: dict[str, str] = {}
         for name in names:
             run = sidecar.run(name)
             name = run["run"]  # the whole one, of one that began so
             incidents = _incidents(sidecar, run)
             targets[name] = _targets(sidecar, name, incidents)
+            lacking[name] = _lacking(run, incidents)
             for incident in incidents:
                 if options.all or incident["state"] != "resolved":
                     found.append((name, incident, run["layers"]))
+    missing = {name: why for name, why in lacking.items() if why and options.all}
     if options.json:
-        return _print_json({"incidents": [{"run": name, **i} for name, i, _ in found]})
-    if not found:
+        listed = [{"run": name, **i} for name, i, _ in found]
+        return _print_json({"incidents": listed, "not_listed": missing})
+    if not found and not missing:
         print(
             "no incidents"
             if options.all
@@ -130,6 +135,8 @@ def list_incidents(options: argparse.Namespace) -> int:
     for name, incident, layers in found:
         told = words.incident_lines(incident, layers, name, targets[name])
         print("\n".join(words.wrapped(told)))
+    for name, why in missing.items():
+        print("\n".join(words.wrapped([f"{text(name)}: {why}"])))
     return 0
 
 
@@ -193,6 +200,21 @@ def _incidents(sidecar: Remote, run: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda i: (i["opened"], i["number"]))
 
 
+def _lacking(run: dict[str, Any], incidents: Sequence[dict[str, Any]]) -> str:
+    """How many of its incidents are not among these, and why; "" when none is lacking."""
+    total = ((run.get("ledger") or {}).get("next_incident") or 1) - 1
+    lacking = total - len({i["number"] for i in incidents if i["number"] <= total})
+    if lacking <= 0:
+        return ""
+    why = "the sidecar's record does not hold them, or its database fails"
+    if run.get("watched"):
+        why = (
+            "of a run that is only watched, its ledger keeps the open ones and the newest that "
+            "are over, 32 in all"
+        )
+    return f"{number(lacking)} earlier {'one is' if lacking == 1 else 'ones are'} not listed: {why}"
+
+
 def _targets(sidecar: Remote, run: str, incidents: Sequence[dict[str, Any]]) -> dict[int, int]:
     """Where rollbacks went to, by the step at which they were done; {} when that is not known."""
     if not any(deed[1] == "rollback" for i in incidents for deed in i.get("actions") or ()):
@@ -232,6 +254,9 @@ def _remarks(run: dict[str, Any]) -> str:
         said.append(f"rolled back {number(back)}x")
     if skipped:
         said.append(f"{number(skipped)} skipped")
+    broken = run.get("damaged_snapshots")
+    if broken:
+        said.append(f"{number(broken)} damaged snapshot{'s' if broken > 1 else ''}")
     if run["mode"] == "observe":
         said.append("observing only")
     if not run["decides"]:
@@ -267,19 +292,19 @@ def _status(run: dict[str, Any]) -> list[str]:
         row("learning rate", "as scheduled" if factor == 1.0 else cut)
     seen = _last_report(run)
     row("last report", seen)
+    if run.get("registered_at") and not run.get("watched"):
+        here = time.time()  # noqa: TID251 (the shell)
+        row("registered", ago(max(here - run["registered_at"], 0.0)))
     row("policy", f"{text(run['policy'])}, mode {run['mode']}")
     if ledger:
         counters = ledger["counters"]
         row("skipped", _counts(counters["skipped"]))
         row("rolled back", _counts(counters["rollbacks"]))
         row("lost steps", number(counters["lost_steps"]))
-        for name, healthy in (("snapshots", True), ("candidates", False)):
-            kept = [s["step"] for s in ledger["snapshots"] if s["healthy"] is healthy]
-            if healthy or kept:
-                row(name, ", ".join(map(steps, kept)) or "none: nothing to roll back to")
     elif run.get("skipped") is not None:  # the record does not say more
         row("skipped", number(run["skipped"]) if run["skipped"] else "none")
         row("rolled back", number(run["rolled_back"]) if run["rolled_back"] else "none")
+    lines += _snapshots(run, ledger)
     record = run.get("record") or {}
     if record.get("holes") or record.get("dropped"):
         row("missing", f"{record.get('holes', 0)} steps of the record")
@@ -307,8 +332,39 @@ def _status(run: dict[str, Any]) -> list[str]:
     orders = run.get("orders") or []
     if orders:
         lines.append("orders:")
-        lines += [f"  {_order(order)}" for order in orders[-5:]]
+        left = len(orders) - ORDERS_SHOWN
+        if left > 0:
+            lines.append(f"  ... {left} earlier: sentinel audit {text(run['run'])}")
+        lines += [f"  {_order(order)}" for order in orders[-ORDERS_SHOWN:]]
     return lines
+
+
+def _snapshots(run: dict[str, Any], ledger: dict[str, Any]) -> list[str]:
+    """What it can go back to, and whether that is still whole."""
+    rows = run.get("snapshots")
+    if rows is None:  # an older sidecar
+        rows = [{**one, "disk": "unseen", "detail": ""} for one in ledger.get("snapshots") or ()]
+    lines: list[str] = []
+    for name, healthy in (("snapshots", True), ("candidates", False), ("on disk", None)):
+        some = sorted((r for r in rows if r["healthy"] is healthy), key=lambda r: r["step"])
+        said = [f"{steps(one['step'])}   ({_copy(one)})" for one in some]
+        if some and all(one["disk"] == "unseen" for one in some):
+            why = f"   ({_copy(some[0])})" if some[0]["detail"] else ""
+            said = [", ".join(steps(one["step"]) for one in some) + why]
+        if healthy and not some and ledger:
+            said = ["none: nothing to roll back to"]
+        lines += [f"  {'' if n else name:<15} {one}" for n, one in enumerate(said)]
+    return lines
+
+
+def _copy(row: dict[str, Any]) -> str:
+    """Whether the copy on disk is whole, as far as anybody knows."""
+    read = "" if row.get("checked_s_ago") is None else ago(row["checked_s_ago"])
+    if row["disk"] == "sound":
+        return f"verified {read}"
+    if row["disk"] == "damaged":
+        return f"DAMAGED on disk: {text(row['detail'])}; read {read}"
+    return f"not verified: {text(row['detail'])}"
 
 
 def _alarms(run: dict[str, Any], ledger: dict[str, Any], live: bool) -> list[str]:
@@ -338,6 +394,8 @@ def _alarms(run: dict[str, Any], ledger: dict[str, Any], live: bool) -> list[str
         said.append("the policy only observes: nothing is done, what would be done is recorded")
     if live and run["protection"] == "blind":
         said.append("blind: nothing useful is measured; session.status() names what is missing")
+    damaged = [one for one in run.get("snapshots") or () if one["warning"]]
+    said += [f"{text(one['warning'])}; sentinel snapshots {name} --verify" for one in damaged]
     if not run["decides"]:
         said.append(f"this sidecar only records: {text(run['reason'])}")
     if run.get("second_writers_refused"):

@@ -106,19 +106,19 @@ def _seconds(text: str) -> float:
 def command(options: argparse.Namespace) -> int:
     """Carry `sentinel command` out."""
     body = _body(options)
-    if options.order in LOSES and not options.yes and sys.stdin.isatty():
-        what = f"{options.order} run {words.text(options.name)}? [y/N] "
-        print(f"{LOSES[options.order]} Really {what}", end="", flush=True)
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+    with Remote(options) as sidecar:
+        asks = options.order in LOSES and not options.yes and sys.stdin.isatty()
+        if asks and not _sure(sidecar, options):
             print("not sent")
             return 1
-    with Remote(options) as sidecar:
         try:
             order = sidecar.post(run_path(options.name, "/commands"), body)
         except RemoteError as error:
             if error.status == 404:
                 sidecar.run(options.name, whole=True)  # says which runs there are
             raise
+        if order.get("warning") and not asks and not options.json:
+            print(f"! {words.text(order['warning'])}", flush=True)
         if order.get("run_state", "running") == "running":  # nobody is there to obey it now
             _wait(sidecar, options, order)
     if options.json:
@@ -126,6 +126,19 @@ def command(options: argparse.Namespace) -> int:
     else:
         print(_told(options.name, order))
     return 0 if order["state"] in ("taken", "acknowledged") or not options.wait else NOT_YET
+
+
+def _sure(sidecar: Remote, options: argparse.Namespace) -> bool:
+    """Ask whoever sits at the terminal; what speaks against it comes first."""
+    if options.order == "rollback":
+        known = sidecar.run(options.name, whole=True)
+        healthy = [one for one in known.get("snapshots") or () if one["healthy"]]
+        for one in healthy if options.to is not None else healthy[:1]:
+            if one["warning"] and options.to in (None, one["step"]):
+                print(f"! {words.text(one['warning'])}")
+    what = f"{options.order} run {words.text(options.name)}? [y/N] "
+    print(f"{LOSES[options.order]} Really {what}", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _body(options: argparse.Namespace) -> dict[str, Any]:

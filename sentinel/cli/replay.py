@@ -132,10 +132,10 @@ def _incidents(report: ReplayReport) -> list[str]:
         return ["no incidents"]
     head = "incidents:" if report.same_policy else "incidents under this policy:"
     lines = [head]
+    targets = dict(report.targets)
     for incident in report.incidents:
-        lines += [
-            f"  {line}" for line in words.incident_lines(codec.plain(incident), report.layers)
-        ]
+        told = words.incident_lines(codec.plain(incident), report.layers, targets=targets)
+        lines += [f"  {line}" for line in told]
     return lines
 
 

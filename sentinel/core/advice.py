@@ -2,6 +2,7 @@
 
     observe(state, observation, policy) -> (next state, Advised(judged, raised, first))
     wants_layers(state)                    the layer table has not come yet: put it into the columns
+    over(state, step)                      flags that need not wait for their cooldown to end
 
 Which of what is raised becomes a finding is the rules' business (mode, `for`, cooldown).
 
@@ -177,6 +178,18 @@ FLAGS = (*SLOW, *LAYERED)
 def wants_layers(state: AdviceState) -> bool:
     """The columns LAYER_BLOCK and LAYER_ROLE are to come with the next observation."""
     return state.layers is None or not state.layers.blocks
+
+
+def over(state: AdviceState, step: int) -> tuple[str, ...]:
+    """Flags of which it is known that what they say is over, however long their cooldown is.
+
+    All layers have been back in their bands for LINGERS steps: one bad batch, or a level that is
+    taken for their own by now. A layer that leaves again is flagged again.
+    """
+    layers = state.layers
+    if layers is None or step - layers.out_at <= LINGERS or any(b.first for b in layers.bands):
+        return ()
+    return ("layer_band",)
 
 
 def observe(

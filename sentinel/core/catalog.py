@@ -152,7 +152,12 @@ CATALOG: tuple[MetricSpec, ...] = (
         ("action", "rule"),
     ),
     MetricSpec("lost_steps_total", _C, "Steps whose update is not in the weights any more."),
-    MetricSpec("nonfinite_steps_total", _C, "Steps on which a signal was nan or inf.", ("signal",)),
+    MetricSpec(
+        "nonfinite_steps_total",
+        _C,
+        "Steps on which a signal was nan or inf; scaler: overflows that the scaler dropped.",
+        ("signal",),
+    ),
     MetricSpec("loss_spike_steps_total", _C, "Steps on which the loss was hot."),
     MetricSpec(
         "flags_total", _C, "Flags raised: advice that changes nothing by itself.", ("flag",)

@@ -25,7 +25,7 @@ from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
-from sentinel.core import incidents
+from sentinel.core import advice, incidents
 from sentinel.core.detectors import grad_norm
 from sentinel.core.errors import StateError
 from sentinel.core.events import (
@@ -39,7 +39,16 @@ from sentinel.core.events import (
 from sentinel.core.incidents import INSTABILITY, LEVEL_SHIFT
 from sentinel.core.judge import Judged, judge, learn
 from sentinel.core.policy import Policy
-from sentinel.core.rules import COMMAND, Plan, asks_canary, memory, plan, severity_of
+from sentinel.core.rules import (
+    COMMAND,
+    Plan,
+    asks_canary,
+    memory,
+    pauses,
+    plan,
+    scaler_dropped,
+    severity_of,
+)
 from sentinel.core.state import (
     ENGINE_VERSION,
     Counters,
@@ -78,6 +87,7 @@ __all__ = [
 
 COMMANDS_KEPT = 256  # ids of obeyed orders; they expire long before so many have come
 ACTED_KEPT = 256
+SCALER = "scaler"  # counted among what was not finite: an overflow that its scaler dealt with
 _BUT_STEPS = attrgetter(*[f.name for f in fields(Counters) if f.name != "steps"])
 _PLACE = {f.name: i for i, f in enumerate(fields(Ledger))}
 _VALUES = attrgetter(*_PLACE)
@@ -110,7 +120,7 @@ def decide(state: State, observation: Observation, policy: Policy) -> Decision:
         norm.score if norm.baseline is not None else None,
         judged.shift.drift,
         planned.quiet,
-        _protection(ledger, observation, norm, spike.status, policy),
+        _protection(ledger, observation, planned, norm, spike.status, policy),
     )
     findings = planned.flags
     if not planned.quiet:
@@ -156,7 +166,8 @@ def apply(
         judged = judge(state.stats, observation, policy)
         planned = plan(state, observation, judged, policy)
     executed = outcome.executed
-    observing = planned.would > planned.action and executed is Action.PROCEED
+    dropped = scaler_dropped(observation, outcome)
+    observing = planned.would > planned.action and executed is Action.PROCEED and not dropped
     effective = planned.would if observing else executed
 
     stats = learn(
@@ -184,12 +195,14 @@ def apply(
             outcome,
             effective,
             observing,
+            dropped,
             judged.nonfinite,
             judged.advice.first,
             policy,
         )
-    if planned.runs or planned.flags or _flag_expired(ledger, observation.step, policy):
-        ledger = _remember(ledger, observation.step, planned, policy)
+    over = advice.over(judged.advice_state, observation.step) if ledger.flagged else ()
+    if planned.runs or planned.flags or _flag_expired(ledger, observation.step, over, policy):
+        ledger = _remember(ledger, observation.step, planned, over, policy)
     return State(state.step + 1, stats, ledger)
 
 
@@ -369,6 +382,7 @@ def _trouble(
     outcome: Outcome,
     effective: Action,
     observing: bool,
+    dropped: bool,
     nonfinite: tuple[str, ...],
     first_out: tuple[int, ...],
     policy: Policy,
@@ -392,13 +406,15 @@ def _trouble(
         spike_steps=counters.spike_steps + planned.hot,
         lost_steps=counters.lost_steps + (not outcome.applied),
     )
-    for signal in nonfinite:
+    for signal in (SCALER,) if dropped else nonfinite:
         new = replace(new, nonfinite=_bump(new.nonfinite, signal))
     acting = policy.mode is Mode.ACT and ledger.automation
     if planned.no_target and acting and not observing:
         new = replace(new, rollbacks=_bump(new.rollbacks, f"{planned.rule or 'ladder'}/none"))
 
-    ledger = _incident(ledger, observation, planned, effective, observing, first_out, policy)
+    ledger = _incident(
+        ledger, observation, planned, effective, observing, dropped, first_out, policy
+    )
     if accepted_level or planned.accept_level:
         ledger = incidents.touch(
             ledger,
@@ -469,6 +485,7 @@ def _incident(
     planned: Plan,
     effective: Action,
     observing: bool,
+    dropped: bool,
     first_out: tuple[int, ...],
     policy: Policy,
 ) -> Ledger:
@@ -494,9 +511,18 @@ def _incident(
         if ledger.stopped:  # must not be lost under the next hot step's line
             summary += "; acting is stopped, the rollback budget is spent: a person is needed"
     severity = severity_of(policy, planned.rule) if planned.rule else Severity.WARNING
+    old = incidents.find(ledger, INSTABILITY)
     if planned.fires:
         severity = Severity.CRITICAL
-    old = incidents.find(ledger, INSTABILITY)
+    elif dropped and not planned.hot:
+        severity = Severity.INFO
+        if old is None or old.severity is Severity.INFO:
+            summary = (
+                "the gradient scaler left this step out: its gradients overflowed at a loss scale "
+                f"of {observation.loss_scale:g}, which it lowers by itself"
+            )
+        else:
+            summary = old.summary  # what is worse stands
     return incidents.touch(
         ledger,
         INSTABILITY,
@@ -510,15 +536,17 @@ def _incident(
     )
 
 
-def _flag_expired(ledger: Ledger, step: int, policy: Policy) -> bool:
-    """A flag was last raised a cooldown ago: its incident may be over."""
+def _flag_expired(ledger: Ledger, step: int, over: tuple[str, ...], policy: Policy) -> bool:
+    """A flag was last raised a cooldown ago, or is known to be over: so may its incident be."""
     for key, _, raised in ledger.flagged:
-        if step - raised >= getattr(policy.rules, key).cooldown:
+        if key in over or step - raised >= getattr(policy.rules, key).cooldown:
             return True
     return False
 
 
-def _remember(ledger: Ledger, step: int, planned: Plan, policy: Policy) -> Ledger:
+def _remember(
+    ledger: Ledger, step: int, planned: Plan, over: tuple[str, ...], policy: Policy
+) -> Ledger:
     """Flags raised, `for` counts moved, flag incidents that have gone quiet resolved."""
     rules = ledger.rules
     for name, run in planned.runs:
@@ -535,7 +563,11 @@ def _remember(ledger: Ledger, step: int, planned: Plan, policy: Policy) -> Ledge
         ledger = incidents.touch(
             ledger, flag.key, step, flag.summary, flag.severity, fire=True, layers=flag.layers
         )
-    kept = tuple(f for f in flagged if step - f[2] < max(getattr(policy.rules, f[0]).cooldown, 1))
+    kept = tuple(
+        f
+        for f in flagged
+        if f[0] not in over and step - f[2] < max(getattr(policy.rules, f[0]).cooldown, 1)
+    )
     for key in {f[0] for f in flagged} - {f[0] for f in kept}:
         ledger = incidents.resolve(ledger, key, step)
     if rules is ledger.rules and kept == ledger.flagged and counters is ledger.counters:
@@ -603,10 +635,17 @@ def _confirm(snapshots: tuple[Snapshot, ...], policy: Policy) -> tuple[Snapshot,
 
 
 def _protection(
-    ledger: Ledger, observation: Observation, norm: Reading, spike: Status, policy: Policy
+    ledger: Ledger,
+    observation: Observation,
+    planned: Plan,
+    norm: Reading,
+    spike: Status,
+    policy: Policy,
 ) -> Protection:
     if not ledger.automation or ledger.stopped or policy.mode is Mode.OBSERVE:
         return Protection.OFF
+    if planned.spent or (planned.commands and pauses(planned.commands)):
+        return Protection.OFF  # from this step on
     if observation.blind or (observation.loss is None and observation.grad_norm is None):
         return Protection.BLIND
     if norm.status is Status.WARMING_UP or spike is Status.WARMING_UP:

@@ -25,6 +25,7 @@ Purity:  no clock, no I/O, no randomness.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sentinel.core.advice import Advised
@@ -40,6 +41,7 @@ from sentinel.core.types import (
     Finding,
     Mode,
     Observation,
+    Outcome,
     Severity,
     Status,
     Verdict,
@@ -104,6 +106,29 @@ def memory(ledger: Ledger, name: str) -> RuleMemory:
 _NO_MEMORY = RuleMemory()
 
 
+def pauses(commands: Sequence[Command]) -> bool:
+    """These orders leave automation paused, from this very step on."""
+    switched = [c.kind for c in commands if c.kind in (CommandKind.PAUSE, CommandKind.RESUME)]
+    return bool(switched) and switched[-1] is CommandKind.PAUSE
+
+
+def scaler_dropped(observation: Observation, outcome: Outcome) -> bool:
+    """The gradient scaler left this step out by itself: its gradients overflowed, its loss is fine.
+
+    It finds its scale so, in the first steps and every few thousand after: no fault of the run.
+    """
+    loss, norm = observation.loss, observation.grad_norm
+    return (
+        outcome.executed is Action.PROCEED
+        and not outcome.applied
+        and observation.loss_scale is not None
+        and norm is not None
+        and not math.isfinite(norm)
+        and (loss is None or math.isfinite(loss))
+        and observation.params_finite is not False
+    )
+
+
 def asks_canary(state: State, observation: Observation, policy: Policy) -> bool:
     """Whether this step's decision depends on the canary. Cheap on a calm step."""
     ledger, rules = state.ledger, policy.rules
@@ -147,8 +172,7 @@ def plan(state: State, observation: Observation, judged: Judged, policy: Policy)
 
     runs, flags = _flags(ledger, observation, judged, policy)
     commands = tuple(c for c in observation.commands if c.id not in ledger.commands)
-    switched = [c.kind for c in commands if c.kind in (CommandKind.PAUSE, CommandKind.RESUME)]
-    if switched and switched[-1] is CommandKind.PAUSE:
+    if pauses(commands):
         ledger = replace(ledger, automation=False)  # it holds for this very step already
     norm_bad = judged.norm.status is Status.SPIKE
     troubled = hot or bool(judged.nonfinite) or norm_bad

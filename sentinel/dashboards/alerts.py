@@ -138,12 +138,13 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         name="SentinelNonFinite",
-        expr=_counted_up("nonfinite_steps_total", "signal"),
+        expr=_counted_up("nonfinite_steps_total", "signal", match='{signal!="scaler"}'),
         hold="0s",
         severity="warning",
         summary="Run {{ .Labels.run }} has non-finite values ({{ .Labels.signal }})",
         description="A step had nan or inf in its {{ .Labels.signal }}. While the run is guarded "
-        "such a step is skipped; lasting ones are rolled back.",
+        "such a step is skipped; lasting ones are rolled back. Overflows that a gradient scaler "
+        "dealt with by itself are not meant.",
         metrics=("nonfinite_steps_total",),
     ),
     Alert(

@@ -81,6 +81,8 @@ class Jobs:
         """From now on."""
         self._scheduler.start()
         self._begin(self.retain)  # not awaited: it looks at every file there is
+        if self._service.verifier is not None:
+            self._begin(self.verify)
         if self._service.settings.grafana is not None:
             self._begin(self.marks)
             self._begin(self.grafana)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from sentinel.core.types import Action, CommandKind, IncidentState, Severity
+from sentinel.sidecar.copies import Copy
 from sentinel.sidecar.store.series import CURVES, DECODED, MOST_POINTS
 from sentinel.wire import messages
 
@@ -191,9 +192,29 @@ SCHEMAS: dict[str, Schema] = {
         open_advice=maybe(WHOLE),
         skipped=maybe(WHOLE),
         rolled_back=maybe(WHOLE),
+        damaged_snapshots=maybe(WHOLE)
+        | {"description": "of those it may go back to; null: no file is seen"},
         last_report_s_ago={"type": "number"},
         registered_at=TIME,
         ended_at=maybe(TIME),
+    ),
+    "Snapshot": table(
+        ("step", "healthy", "disk", "detail", "checked_at", "warning"),
+        step=STEP,
+        healthy=maybe(TRUTH) | {"description": "null: its ledger is not known"},
+        quiet=maybe(WHOLE),
+        name=maybe(TEXT) | {"description": "of its copy on disk"},
+        disk={
+            "type": "string",
+            "enum": [str(copy) for copy in Copy],
+            "description": "its copy on disk: sound or damaged, as it was last read; unread: it is "
+            "not its turn yet; adopted: the user's own checkpoint, not read; none: there is no "
+            "copy; unseen: it cannot be told from here",
+        },
+        detail=TEXT | {"description": "Why it is not sound, for people."},
+        checked_at=maybe(TIME),
+        checked_s_ago=maybe({"type": "number", "minimum": 0}),
+        warning=TEXT | {"description": "What speaks against going back to it, for people."},
     ),
     "Incident": table(
         ("id", "run", "number", "key", "state", "severity", "summary", "opened", "last"),
@@ -285,7 +306,7 @@ def _query(name: str, schema: Schema, about: str) -> Schema:
 
 
 _RANGE = [
-    _query("from", WHOLE, "first step"),
+    _query("from", WHOLE, "first step, at most `to`"),
     _query("to", WHOLE, "last step, included"),
 ]
 
@@ -369,7 +390,16 @@ def _paths() -> dict[str, dict[str, Schema]]:
                 required=False,
                 msgpack=True,
             ),
-            "get": _operation("One run in full", ref("Summary"), parameters=(_RUN,)),
+            "get": _operation(
+                "One run in full",
+                {
+                    "allOf": [
+                        ref("Summary"),
+                        table(("snapshots",), snapshots=listed(ref("Snapshot"))),
+                    ]
+                },
+                parameters=(_RUN,),
+            ),
         },
         f"{runs}/steps": {
             "post": _operation(
@@ -469,9 +499,10 @@ def _paths() -> dict[str, dict[str, Schema]]:
             "get": _operation(
                 "Snapshots on disk that were read again",
                 table(
-                    ("run", "seen", "snapshots"),
+                    ("run", "seen", "why", "snapshots"),
                     run=TEXT,
                     seen=TRUTH,
+                    why=TEXT | {"description": "Why nothing can be seen."},
                     snapshots=listed(ref("Checked")),
                 ),
                 parameters=(_RUN,),
@@ -483,7 +514,7 @@ def _paths() -> dict[str, dict[str, Schema]]:
             "post": _operation(
                 "Give an order",
                 table(
-                    ("id", "kind", "state", "detail"),
+                    ("id", "kind", "state", "detail", "warning"),
                     id=TEXT,
                     kind=TEXT,
                     state={"type": "string", "enum": ["pending", "delivered", "taken", "expired"]},
@@ -492,6 +523,8 @@ def _paths() -> dict[str, dict[str, Schema]]:
                     recorded=TRUTH,
                     run_state=TEXT,
                     detail=TEXT | {"description": "What is to be expected of it, for people."},
+                    warning=TEXT
+                    | {"description": "What speaks against it; it is given all the same."},
                 ),
                 parameters=(
                     _RUN,

@@ -2,6 +2,7 @@
 
     people = People(runs, database, hub, clock)
     people.restore()                                   open orders of an earlier start
+    people.damaged()                                   snapshots that it has found damaged
     people.audit("command", caller, outcome="accepted", run="r7", detail={...})
     incident = await people.incident("r7:3")           or "41", the number of its row
     await people.acknowledge(incident, by="ann"), await people.silence(incident, until, by="ann")
@@ -33,6 +34,8 @@ from sentinel.sidecar.runs import Order, RefusedError, Run, Runs
 from sentinel.sidecar.security import LOCAL, Caller
 from sentinel.sidecar.store.database import Database, StoreError
 from sentinel.sidecar.store.models import NAME, AuditRow, CommandRow, IncidentRow
+from sentinel.sidecar.verify import Checked, Result
+from sentinel.traces.snapshots import parse_name
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +121,27 @@ class People:
             run = self._runs.runs.get(incident.run)
             if run is not None and incident.silenced_until is not None:
                 run.silenced[incident.number, incident.opened] = incident.silenced_until
+
+    def damaged(self) -> list[Checked]:
+        """Snapshots that an earlier start has found damaged; waits for the database."""
+
+        def find(session: Session) -> list[AuditRow]:
+            rows = select(AuditRow).where(AuditRow.action == "snapshot").order_by(AuditRow.id)
+            return list(session.scalars(rows))
+
+        try:
+            rows = self._database.sync(find)
+        except StoreError as error:
+            logger.error("damaged snapshots cannot be recalled error=%s", error)
+            return []
+        newest = {(row.run, str(row.detail.get("name"))): row for row in rows}
+        return [
+            Checked(run, name, place[0], place[1], Result.DAMAGED, reason, 0, row.at)
+            for (run, name), row in newest.items()
+            if row.outcome == Result.DAMAGED
+            and (place := parse_name(name)) is not None
+            and (reason := str(row.detail.get("reason")))
+        ]
 
     # ---- the audit log ---------------------------------------------------------------------
 

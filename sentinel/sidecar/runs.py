@@ -834,7 +834,7 @@ class Runs:
         if run.run_state == "lost":
             run.run_state, run.ended = "running", None
             logger.info("run is back run=%s", run.name)
-            self._changed(run)
+            self._changed(run, "back")
 
     def _ends(self, run: Run, state: str, now: float) -> None:
         run.run_state, run.ended = state, now
@@ -845,10 +845,11 @@ class Runs:
                 self.on_order(run.name, order)
         self._changed(run)
 
-    def _changed(self, run: Run) -> None:
+    def _changed(self, run: Run, what: str = "") -> None:
         """Its state changed: write that down and tell."""
         self.save(run)
-        self._hub.publish("run", run.name, {"state": run.run_state, "run": run.name})
+        told = {"state": run.run_state, "what": what or run.run_state, "run": run.name}
+        self._hub.publish("run", run.name, told | {"incarnation": run.incarnation})
 
     def save(self, run: Run) -> None:
         """Write what is known of a run into the database."""
@@ -1284,7 +1285,7 @@ class Runs:
         elif new.record is None:
             self._open(new, first)
         self.runs[new.name] = new
-        self._changed(new)
+        self._changed(new, "registered" if old is None else "registered again")
         logger.info(
             "run registered run=%s incarnation=%s fence=%s decides=%s policy=%s",
             new.name,

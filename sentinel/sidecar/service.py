@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from sentinel.sidecar import copies
 from sentinel.sidecar.door import Door
 from sentinel.sidecar.health import Health
 from sentinel.sidecar.hub import Hub
@@ -64,6 +66,7 @@ class Service:
                 bytes_per_s=settings.verify_bytes_per_s,
                 clock=clock,
             )
+            self.verifier.remember(self.people.damaged())
         self.ready = False
 
     def series_directory(self, run: str) -> Path:
@@ -104,6 +107,10 @@ class Service:
             folders = (*self.settings.run_dirs, *folders)
         below = tuple(folder / run for folder in folders)
         return below if known is None else (known, *below)
+
+    def copies(self, run: Run) -> list[dict[str, Any]]:
+        """What it can go back to, for people."""
+        return copies.listed(run, self.verifier, self.settings, self.now())
 
     def all_runs(self) -> list[Run]:
         """Both kinds."""

@@ -2,8 +2,10 @@
 
     verifier = Verifier(every_s=86400.0, bytes_per_s=32 * 2**20, clock=...)
     verifier.begin({"r7": [Path("/runs/r7")]})       reads what is due, in a thread; returns at once
+    verifier.remember(damaged)                       before that: what an earlier start has found
     verifier.news()                                  what was found since the last call
     verifier.found["r7"]                             what was found last, by the snapshot's name
+    verifier.there["r7"]                             what is on disk at all, as it was last seen
 
 A run may go back to a snapshot hours after it was written; by then a disk may have lost it. So
 every whole one that may still be used is read anew every so often, bytes against checksums
@@ -12,7 +14,8 @@ is not told and not disturbed: it checks for itself before it goes back, and tak
 
 Only reads. One thread of the lowest priority, so many bytes a second, and what was read leaves the
 page cache again: the memory is the trainer's, and what comes from it proves nothing of the disk.
-A snapshot that its trainer deletes meanwhile is gone, not damaged.
+A snapshot that its trainer deletes meanwhile is gone, not damaged. Which ones there are is looked
+up far more often than they are read, also while a large one is being read for hours.
 
 Units:   seconds, bytes; `clock` gives Unix seconds.
 Threads: begin(), news() and close() from the event loop; the thread ends with the process.
@@ -47,6 +50,7 @@ from sentinel.traces.snapshots import (
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 30.0  # how old what is known of the folders may be while one is read
 YOUNG_S = 60.0  # just written: its trainer is busy, and it is still in memory
 MOST_SNAPSHOTS = 1000  # of one run that are looked at
 LOWEST = 19  # nice
@@ -81,6 +85,21 @@ class Checked:
     changed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class There:
+    """What is on disk of a run.
+
+    Attributes:
+        directory: the run has one where the sidecar looks.
+        names: whole snapshots that may still be used, oldest first.
+        adopted: of these, the user's own checkpoints: their contents are never read.
+    """
+
+    directory: bool
+    names: tuple[str, ...] = ()
+    adopted: frozenset[str] = frozenset()
+
+
 class _StoppedError(Exception):
     """The sidecar leaves."""
 
@@ -90,6 +109,7 @@ class Verifier:
 
     Attributes:
         found: by run and name; replaced whole, so that it may be read at any time.
+        there: by run; a run that was not looked at yet is not in it. Replaced whole too.
         read_bytes: how much was read since the start.
     """
 
@@ -101,13 +121,23 @@ class Verifier:
         self._thread: threading.Thread | None = None
         self._news: deque[Checked] = deque()
         self.found: Mapping[str, Mapping[str, Checked]] = {}
+        self.there: Mapping[str, There] = {}
         self.read_bytes = 0
         self._cached = 0
+        self._places: Mapping[str, tuple[Path, ...]] = {}
+        self._looked_at = 0.0
+        self._remembered: set[tuple[str, str]] = set()
 
     @property
     def busy(self) -> bool:
         """Whether it reads just now."""
         return self._thread is not None and self._thread.is_alive()
+
+    def remember(self, damaged: Iterable[Checked]) -> None:
+        """What an earlier start has found damaged stays so until it is read again, at once."""
+        for one in damaged:
+            self.found = {**self.found, one.run: {**self.found.get(one.run, {}), one.name: one}}
+            self._remembered.add((one.run, one.name))
 
     def begin(self, places: Mapping[str, Iterable[Path]]) -> None:
         """Read what is due; nothing when it is at it already.
@@ -150,28 +180,55 @@ class Verifier:
 
     def turn(self, places: Mapping[str, tuple[Path, ...]]) -> None:
         """Read what is due, the newest snapshots first; see begin()."""
+        self._places = places
         due: list[tuple[float, str, Path]] = []
-        for run, directories in places.items():
-            there = {path.name: path for path in _snapshots(directories)}
-            known = self.found.get(run, {})
-            kept = {name: checked for name, checked in known.items() if name in there}
-            self.found = {**self.found, run: kept}
+        for run, path in self._look():
             now = self._clock()
-            for name, path in there.items():
-                last = kept.get(name)
-                if last is not None and now - last.checked_at < self._every_s:
+            last = self.found[run].get(path.name)
+            if last is not None and now - last.checked_at < self._every_s:
+                if (run, path.name) not in self._remembered:
                     continue
-                written = _written(path)
-                if written is not None and not 0.0 <= now - written < YOUNG_S:
-                    due.append((-written, run, path))
-        self.found = {run: kept for run, kept in self.found.items() if run in places}
+            written = _written(path)
+            if written is not None and not 0.0 <= now - written < YOUNG_S:
+                due.append((-written, run, path))
         for _, run, path in sorted(due):
             self._verify(run, path)
 
+    def _look(self) -> list[tuple[str, Path]]:
+        """Which snapshots there are; what is not there any more is forgotten.
+
+        Returns:
+            all but the adopted ones, whose paths are of the trainer's own world: what is there is
+            the user's business.
+        """
+        self._looked_at = self._clock()
+        listed: list[tuple[str, Path]] = []
+        there: dict[str, There] = {}
+        for run, directories in self._places.items():
+            paths = _snapshots(directories)
+            before = self.there.get(run, There(directory=False))
+            whole = tuple(path.name for path in paths if _written(path) is not None)
+            adopted = frozenset(
+                path.name
+                for path in paths
+                if path.name in before.adopted
+                or (path.name not in before.names and not _odd_files(path) and _adopted(path))
+            )
+            known = any(os.path.isdir(directory) for directory in directories)
+            there[run] = There(known, whole, adopted)
+            listed += [(run, path) for path in paths if path.name not in adopted]
+        names: dict[str, set[str]] = {run: set() for run in there}
+        for run, path in listed:
+            names[run].add(path.name)
+        self.there = there
+        self.found = {
+            run: {n: c for n, c in self.found.get(run, {}).items() if n in names[run]}
+            for run in there
+        }
+        return listed
+
     def _verify(self, run: str, path: Path) -> None:
         reason = _odd_files(path)
-        if not reason and _adopted(path):
-            return  # a path of the trainer's own world; what is there is the user's business
         if reason:
             about = DiskSnapshot(path, *(parse_name(path.name) or (0, 0, 0)), Health.DAMAGED)
         else:
@@ -188,6 +245,7 @@ class Verifier:
     def _note(self, run: str, about: DiskSnapshot, reason: str) -> None:
         known = self.found.get(run, {})
         last = known.get(about.path.name)
+        self._remembered.discard((run, about.path.name))
         result = Result.DAMAGED if reason else Result.SOUND
         before = Result.SOUND if last is None else last.result
         checked = Checked(
@@ -207,6 +265,8 @@ class Verifier:
     def _pace(self, path: Path, size: int) -> None:
         self.read_bytes += size
         self._cached += size
+        if not 0.0 <= self._clock() - self._looked_at < LOOK_S:
+            self._look()
         if self._cached >= MOST_CACHED:
             self._cached = 0
             _leave_cache(path)

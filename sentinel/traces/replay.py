@@ -26,10 +26,10 @@ import numpy as np
 
 from sentinel.core import engine
 from sentinel.core.errors import ProtocolError, TraceError
-from sentinel.core.events import Event, Restored, SnapshotTaken
+from sentinel.core.events import Event, Restored, RestoreFailed, SnapshotTaken
 from sentinel.core.policy import Policy
 from sentinel.core.state import ENGINE_VERSION, Incident, State, Stats
-from sentinel.core.types import Decision
+from sentinel.core.types import Action, Decision
 from sentinel.traces.reader import Chapter, Reader
 from sentinel.traces.records import INDEX_BYTES, INDEX_DTYPE, Header, StepRecord
 from sentinel.traces.segments import (
@@ -80,6 +80,7 @@ class ReplayReport:
         recorded_with: versions and commit of the last incarnation, from its config.json.
         layers: names of the layer table, which incidents have indices into.
         incidents: as this replay ends with them: the open ones, and the newest resolved ones.
+        targets: (step, target) of the rollbacks: at which they were decided, where they went to.
     """
 
     directory: Path
@@ -101,6 +102,7 @@ class ReplayReport:
     broken: tuple[Damage, ...] = ()
     recorded_with: str = ""
     incidents: tuple[Incident, ...] = ()
+    targets: tuple[tuple[int, int], ...] = ()
     layers: tuple[str, ...] = ()
 
     @property
@@ -142,6 +144,7 @@ class _Replay:
     next_step: int | None = None
     place: Path | None = None
     layers: tuple[str, ...] = ()
+    targets: dict[int, int] = field(default_factory=dict)
     versions: set[int] = field(default_factory=set)
     own_stats: dict[int, Stats] = field(default_factory=dict)
 
@@ -240,6 +243,12 @@ class _Replay:
         if state is None:
             return None
         self.events += 1
+        at = state.ledger.last_rollback
+        if at is not None and at in self.targets:
+            if isinstance(event, Restored):
+                self.targets[at] = event.target  # an older one, when that one was damaged
+            elif isinstance(event, RestoreFailed):
+                del self.targets[at]
         if not same:
             # The statistics of that snapshot as this policy had them, not as the recorded one had.
             if isinstance(event, SnapshotTaken):
@@ -260,6 +269,8 @@ class _Replay:
             return None
         decision = engine.decide(state, observation, policy)
         self.steps += 1
+        if decision.action is Action.ROLLBACK and decision.target is not None:
+            self.targets[record.step] = decision.target
         if same:
             different = codec.encode_decision(decision) != record.decision_bytes
         else:
@@ -325,6 +336,7 @@ def replay(
         different=run.different,
         differences=tuple(run.differences),
         state_mismatches=run.state_mismatches,
+        targets=tuple(sorted(run.targets.items())),
         engine_versions=tuple(sorted(run.versions)),
         damage=reader.damage,
         missing=run.missing,

@@ -10,8 +10,9 @@ import pytest
 from sentinel.cli.main import main
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
+from sentinel.core.types import Action
 from sentinel.traces.recorder import Recorder
-from tests.support.simulated import NanGradient, SimulatedTrainer
+from tests.support.simulated import Damage, NanGradient, SimulatedTrainer
 
 
 @pytest.fixture
@@ -44,3 +45,20 @@ def test_a_run_without_any_says_so(tmp_path: Path, capsys: pytest.CaptureFixture
     recorder.close()
     assert main(["replay", str(tmp_path / "r8")]) == 0
     assert capsys.readouterr().out.rstrip().endswith("no incidents")
+
+
+def test_a_rollback_says_where_it_went_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(tmp_path / "r9", run="r9", policy=Policy(), state=State(), layers=())
+    trainer = SimulatedTrainer(
+        seed=3, faults=[Damage(160, 3.0)], policy=Policy(), recorder=recorder
+    )
+    trainer.run(200)
+    recorder.close()
+    (at,) = [s for s in trainer.steps if s.decision.action is Action.ROLLBACK]
+    step, target = at.observation.step, at.decision.target
+    assert main(["replay", str(tmp_path / "r9")]) == 0
+    assert f"rolled back at step {step} to step {target}: " in capsys.readouterr().out
+    assert main(["replay", str(tmp_path / "r9"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["targets"] == [[step, target]]

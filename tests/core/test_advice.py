@@ -292,6 +292,72 @@ def test_a_condition_that_does_not_last_is_not_flagged() -> None:
     assert "headroom" not in flags(state)
 
 
+def out_at(*steps: int) -> Illness:
+    """All activations are NaN at these steps."""
+
+    def ill(t: int, seen: Seen, rng: np.random.Generator) -> None:
+        if t in steps:
+            seen["columns"][LAYER_ACTIVATION_RMS][1::2] = math.nan
+
+    return ill
+
+
+def band(state: State) -> list[tuple[int, int | None]]:
+    """Incidents of layers out of their band: opened and resolved."""
+    return [(i.opened, i.resolved) for i in state.ledger.incidents if i.key == "layer_band"]
+
+
+def test_layers_that_are_back_in_their_band_are_flagged_no_longer() -> None:
+    end = advice.LINGERS + 1
+    state, _ = trained(out_at(100), 1, steps=100 + end)
+    assert band(state) == [(100, None)]
+    state, _ = trained(out_at(100), 1, steps=101 + end)
+    assert band(state) == [(100, 100 + end)]
+    # Again, long before the cooldown is over: that is said too.
+    state, _ = trained(out_at(100, 105, 140), 1, steps=150)
+    assert band(state) == [(100, 105 + end), (140, None)]
+    # Out for good: open until the level is taken for its own, and then no longer.
+    state, _ = trained(layer_band, 1, steps=620)
+    ((opened, resolved),) = band(state)
+    patience = ALL_ON.layer_band.patience
+    assert opened == 300
+    assert resolved is not None
+    assert 300 + patience <= resolved <= 300 + patience + 2 * end
+
+
+def test_a_flag_of_the_time_before_a_rollback_ends_with_it() -> None:
+    rng = np.random.default_rng(1)
+    state, stats = engine.initial(), Stats()
+    policy = ALL_ON.with_mode("observe")
+    for t in range(110):
+        if t == 96:
+            stats = state.stats
+        seen = healthy(t, rng)
+        out_at(100)(t, seen, rng)
+        state, _ = carry(state, observation(t, seen, state), policy)
+    assert band(state) == [(100, None)]
+    state = engine.note(state, SnapshotTaken(96), policy)
+    state = engine.note(state, Restored(110, 96, stats), policy)
+    state, _ = carry(state, observation(110, healthy(110, rng), state), policy)
+    assert band(state) == [(100, 110)]
+
+
+def test_layers_that_are_sampled_rarely_are_out_until_the_next_sample_says_otherwise() -> None:
+    def rare(t: int, seen: Seen, rng: np.random.Generator) -> None:
+        columns = seen["columns"]
+        rms = columns.pop(LAYER_ACTIVATION_RMS)
+        columns.pop(LAYER_GRAD_NORM)
+        if t < 40 or t % 40 == 0:
+            columns[LAYER_ACTIVATION_RMS] = rms * (50.0 if t == 200 else 1.0)
+
+    state, _ = trained(rare, 1, steps=240)
+    assert band(state) == [(200, None)]
+    state, _ = trained(rare, 1, steps=270)
+    ((_, resolved),) = band(state)
+    assert resolved is not None
+    assert resolved >= 240
+
+
 # ---------------------------------------------------------------- who was first
 
 

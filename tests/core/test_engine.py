@@ -124,6 +124,7 @@ class Run:
 
 
 SKIP, BACK, GO = Action.SKIP_STEP, Action.ROLLBACK, Action.PROCEED
+OFF = Protection.OFF
 
 
 def test_a_nan_gradient_is_skipped_from_step_0_and_named() -> None:
@@ -475,6 +476,85 @@ def test_a_pause_holds_for_the_step_that_brings_it() -> None:
     run.step(commands=(Command("b", CommandKind.RESUME),))
     both = (Command("c", CommandKind.PAUSE), Command("d", CommandKind.RESUME))
     assert run.step(norm=NAN, commands=both).action is SKIP
+
+
+def test_protection_is_off_from_the_very_step_that_brings_a_pause() -> None:
+    run = Run()
+    run.calm(36)
+    assert run.decisions[-1].readings.protection is Protection.ARMED
+    paused = run.step(commands=(Command("a", CommandKind.PAUSE),))
+    assert paused.readings.protection is Protection.OFF
+    assert run.step().readings.protection is Protection.OFF
+    # It was not guarded yet when this one was settled; it is from the next on.
+    assert run.step(commands=(Command("b", CommandKind.RESUME),)).readings.protection is OFF
+    assert run.step().readings.protection is Protection.ARMED
+    both = (Command("c", CommandKind.PAUSE), Command("d", CommandKind.RESUME))
+    assert run.step(commands=both).readings.protection is Protection.ARMED
+
+
+def test_protection_is_off_from_the_very_step_that_spends_the_budget() -> None:
+    run = Run(WITHOUT_CANARY.replace("[rollback]", "[rollback]\nbudget = 1"))
+    run.calm(36)
+    run.hot(4)
+    run.calm(12)
+    run.hot(3)
+    assert not run.state.ledger.stopped
+    last = run.step(4.0)
+    assert run.state.ledger.stopped, last
+    assert last.readings.protection is Protection.OFF
+
+
+@pytest.mark.parametrize("mode", ["act", "observe"])
+def test_a_step_that_the_gradient_scaler_left_out_is_no_fault_of_the_run(mode: str) -> None:
+    policy = Policy.parse(WITHOUT_CANARY).with_mode(mode)
+    state = engine.note(engine.initial(), SnapshotTaken(0), policy)
+    for at in range(12):
+        over = at in (0, 1, 8)
+        seen = Observation(at, 2.0, math.inf if over else 1.0, loss_scale=2.0**16 / (1 + over))
+        decision = engine.decide(state, seen, policy)
+        state = engine.apply(state, seen, decision, Outcome(at, GO, applied=not over), policy)
+    counters = state.ledger.counters
+    assert dict(counters.nonfinite) == {"scaler": 3}
+    assert counters.skipped == counters.would == ()
+    assert counters.lost_steps == 3
+    for incident in state.ledger.incidents:
+        assert (incident.severity, incident.fired, incident.actions) == (Severity.INFO, None, ())
+        assert incident.summary.startswith("the gradient scaler left this step out")
+        assert "a loss scale of 32768" in incident.summary
+
+
+def test_an_overflow_beside_something_worse_does_not_talk_it_down() -> None:
+    run = Run()
+    run.calm(36)
+    run.step(NAN, NAN)
+    worse = incidents.find(run.state.ledger, incidents.INSTABILITY)
+    assert worse is not None
+    at = run.state.step
+    seen = Observation(at, 2.0, math.inf, loss_scale=8.0)
+    decision = engine.decide(run.state, seen, run.policy)
+    after = engine.apply(run.state, seen, decision, Outcome(at, GO, applied=False), run.policy)
+    now = incidents.find(after.ledger, incidents.INSTABILITY)
+    assert now is not None
+    assert (now.severity, now.summary) == (worse.severity, worse.summary)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        {"loss": 2.0, "grad_norm": math.inf},  # nobody scales
+        {"loss": NAN, "grad_norm": NAN, "loss_scale": 8.0},
+        {"loss": 2.0, "grad_norm": NAN, "loss_scale": 8.0, "params_finite": False},
+    ],
+    ids=["no scaler", "the loss is bad too", "the weights are"],
+)
+def test_other_steps_that_were_not_applied_are_none_of_the_scalers(seen: dict[str, float]) -> None:
+    run = Run()
+    run.calm(20)
+    observation = Observation(20, **seen)  # type: ignore[arg-type]
+    decision = engine.decide(run.state, observation, run.policy)
+    outcome = Outcome(20, GO, applied=False)
+    state = engine.apply(run.state, observation, decision, outcome, run.policy)
+    assert "scaler" not in dict(state.ledger.counters.nonfinite)
 
 
 @pytest.mark.parametrize("by", ["order", "file"])

@@ -141,19 +141,20 @@ def test_of_many_layers_the_first_are_named_and_the_rest_counted() -> None:
 
 
 class Named(nn.Module):
-    """Blocks with numbers that are no names of their own: block_0, block_1, ..."""
+    """Blocks whose names say nothing of their order."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
-        for i in range(blocks):
-            self.add_module(f"block_{i}", nn.Linear(4, 4))
+        for name in ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")[:blocks]:
+            self.add_module(name, nn.Linear(4, 4))
 
 
-def test_a_model_whose_blocks_are_not_numbered_is_told_that_its_depth_is_not_judged() -> None:
+def test_a_model_whose_blocks_cannot_be_made_out_is_told_that_its_depth_is_not_judged() -> None:
     (spot,) = telling.of_the_depth(LayerTable.of([Named(6)]), Policy())
-    assert spot.what.startswith("depth and residual_gain are not judged: of 6 layers")
-    assert "0 numbered blocks" in spot.what
+    assert spot.what.startswith("depth and residual_gain are not judged: of the names of 6 layers")
+    assert "4 and 2 blocks are needed" in spot.what
     assert "nn.ModuleList" in spot.way_out
+    assert "block_0" in spot.way_out
 
 
 def test_numbered_blocks_small_models_and_rules_that_are_off_are_no_blind_spot() -> None:
@@ -165,12 +166,11 @@ def test_numbered_blocks_small_models_and_rules_that_are_off_are_no_blind_spot()
     assert telling.of_the_depth(LayerTable.of([Named(6)]), off) == []
 
 
-def test_stages_named_by_number_hide_the_blocks_in_them() -> None:
+def test_stages_named_by_number_are_no_blind_spot() -> None:
     stages = nn.Module()
-    for i in range(4):  # as in a ResNet
+    for i in range(4):
         stages.add_module(f"layer{i}", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    (spot,) = telling.of_the_depth(LayerTable.of([stages]), Policy())
-    assert spot.what.startswith("depth is not judged: of 8 layers 2 numbered blocks")
+    assert telling.of_the_depth(LayerTable.of([stages]), Policy()) == []
 
 
 def test_status_says_that_depth_is_not_judged(tmp_path: Path) -> None:

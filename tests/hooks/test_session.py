@@ -21,7 +21,14 @@ from torch.utils.checkpoint import checkpoint
 import sentinel_hooks
 from sentinel.core.errors import ConfigError
 from sentinel.core.policy import Policy
-from sentinel.core.types import LAYER_GRAD_NORM, Action, Mode, Observation, Protection
+from sentinel.core.types import (
+    LAYER_GRAD_NORM,
+    Action,
+    Mode,
+    Observation,
+    Protection,
+    Severity,
+)
 from sentinel.traces.reader import Reader
 from sentinel_hooks import AttachError, Session, Snapshots, TrainingHalted
 from sentinel_hooks.parts.turns import DORMANT
@@ -229,22 +236,89 @@ def test_with_a_scaler_norms_and_losses_are_unscaled_clipped_or_not(
     assert seen[1].loss_scale == 512.0
 
 
-def test_an_overflow_is_a_step_that_the_scaler_dropped_and_no_skip_of_ours(
-    tmp_path: Path,
+OVERFLOWING = {
+    "left out": lambda ps: torch.optim.AdamW(ps, lr=3e-3),
+    "dropped by the kernel": lambda ps: torch.optim.AdamW(ps, lr=3e-3, fused=True),
+}
+
+
+@pytest.mark.parametrize("mode", ["act", "observe"])
+@pytest.mark.parametrize("make", OVERFLOWING.values(), ids=OVERFLOWING)
+def test_an_overflow_is_the_scalers_own_and_reads_so_everywhere(
+    make: Any, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    loop = Loop(tmp_path, make, grad_scaler=scaler, policy=QUICK.with_mode(mode))
+    with caplog.at_level(logging.INFO, logger="sentinel_hooks"):
+        for t in range(4):
+            loop.optimizer.zero_grad()
+            scaler.scale(loop.loss() * (2.0**60 if t < 3 else 1.0)).backward()
+            before = digest(dict(loop.model.named_parameters()))
+            scaler.step(loop.optimizer)
+            scaler.update(2.0**20 if t == 2 else None)
+            assert (digest(dict(loop.model.named_parameters())) == before) is (t < 3)
+        status = loop.session.status()
+    counters = status.counters
+    assert dict(counters.skipped) == dict(counters.would) == {}
+    assert dict(counters.nonfinite) == {"scaler": 3}  # neither loss nor gradient of the run
+    assert (counters.lost_steps, status.scaler_skips) == (3, 3)
+    assert "left out by the gradient scaler: 3 steps" in str(status)
+    assert not [m for m in caplog.messages if "skip_step" in m]
+    told = [m for m in caplog.messages if m.startswith("the gradient scaler left a step out")]
+    assert len(told) == 2  # the 1st and the 2nd; the 4th would be next
+    assert "step=0 loss_scale=1.32923e+36 so_far=1" in told[0]
+    (incident,) = status.incidents
+    assert incident.summary.startswith("the gradient scaler left this step out")
+    assert (incident.severity, incident.actions) == (Severity.INFO, ())
+    done = [(r.outcome.executed, r.outcome.applied) for r in _records(loop)]
+    assert done == [(Action.PROCEED, False)] * 3 + [(Action.PROCEED, True)]
+
+
+def test_running_statistics_of_a_step_that_the_scaler_left_out_are_those_without_us(
+    tmp_path: Path,
+) -> None:
+    def run(attach: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        session = (
+            sentinel_hooks.attach(
+                model=model,
+                optimizer=optimizer,
+                grad_scaler=scaler,
+                sidecar=None,
+                run_dir=tmp_path,
+            )
+            if attach
+            else None
+        )
+        for t in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
+            if t == 1:
+                model[0].weight.grad.fill_(math.inf)  # type: ignore[union-attr]
+            scaler.step(optimizer)
+            scaler.update()
+        if session is not None:
+            session.detach()
+        return [t.detach().clone() for t in model.state_dict().values()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
+
+
+def test_a_nan_loss_under_a_scaler_is_a_skip_of_ours_as_ever(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     loop = Loop(tmp_path, grad_scaler=scaler)
     for t in range(3):
         loop.optimizer.zero_grad()
-        scaler.scale(loop.loss() * (2.0**60 if t < 2 else 1.0)).backward()
-        before = loop.held()
+        scaler.scale(loop.loss() * (math.nan if t == 1 else 1.0)).backward()
         scaler.step(loop.optimizer)
-        scaler.update(2.0**20 if t == 1 else None)
-        assert (loop.held() == before) is (t < 2)
-    assert dict(loop.session.state.ledger.counters.skipped) == {}
-    assert dict(loop.session.state.ledger.counters.nonfinite) == {"grad": 2}  # and no loss
-    done = [(r.outcome.executed, r.outcome.applied) for r in _records(loop)]
-    assert done == [(Action.PROCEED, False)] * 2 + [(Action.PROCEED, True)]
+        scaler.update()
+    status = loop.session.status()
+    assert dict(status.counters.skipped) == {"nonfinite_loss": 1}
+    assert status.scaler_skips == 0
+    loop.session.detach()
 
 
 def test_batch_names_and_a_norm_of_the_users_own_reach_the_observation(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ def shape(got: httpx.Response) -> tuple[int, str, str]:
         ("POST", "/", 405, "method_not_allowed", "only GET"),
         ("GET", "/v1/runs/r/steps", 405, "method_not_allowed", "only POST"),
         ("GET", "/v1/runs/r/series?points=x", 422, "malformed", "points must be a whole number"),
+        (
+            "GET",
+            "/v1/runs/r/series?from=5&to=3",
+            422,
+            "malformed",
+            "from must be at most to (3), got 5: both are steps and both are included; swap them",
+        ),
+        ("GET", "/v1/runs/r/layers?from=5&to=3", 422, "malformed", "or leave one out"),
     ],
 )
 def test_what_is_not_there_or_not_taken(

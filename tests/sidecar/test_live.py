@@ -156,6 +156,39 @@ class TestStream:
 
         asyncio.run(test())
 
+    def test_a_trainer_that_comes_back_is_told_from_one_that_is_new(
+        self, service: Service, clock: FakeClock
+    ) -> None:
+        async def test() -> None:
+            listener = service.hub.listen("r")
+
+            def began(incarnation: str) -> Reporter:
+                trainer = SimulatedTrainer(seed=3)
+                reporter = Reporter(service, trainer, incarnation=incarnation)
+                reporter.register()
+                return reporter
+
+            first = began("one")
+            clock.advance(1000.0)
+            service.runs.expire(clock.now)
+            first.steps(1)
+            clock.advance(100_000.0)
+            service.runs.expire(clock.now)
+            second = began("two")
+            second.steps(1)
+            second.close()
+            told = [e.data for e in await listener.next(0.0) if e.kind == "run"]
+            assert [(t["what"], t["state"], t["incarnation"]) for t in told] == [
+                ("registered", "running", "one"),
+                ("lost", "lost", "one"),
+                ("back", "running", "one"),
+                ("lost", "lost", "one"),
+                ("registered again", "running", "two"),
+                ("finished", "finished", "two"),
+            ]
+
+        asyncio.run(test())
+
     def test_a_quiet_stream_sends_a_comment(
         self, service: Service, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -278,7 +278,8 @@ class TestShown:
         ]
         assert ".metadata" in found["snapshots"][1]["reason"]
         nothing = client.get("/v1/runs/elsewhere/snapshots").json()
-        assert nothing == {"run": "elsewhere", "seen": False, "snapshots": []}
+        assert (nothing["seen"], nothing["snapshots"]) == (False, [])
+        assert "no directory in" in nothing["why"]
         assert client.get("/v1/runs/nobody/snapshots").status_code == 404
         app.state.service.close()
 

@@ -70,13 +70,25 @@ class Seen:
 
 @contextmanager
 def opened(
-    browser: Any, url: str, *, width: int = 1280, height: int = 900, dark: bool = False
+    browser: Any,
+    url: str,
+    *,
+    width: int = 1280,
+    height: int = 900,
+    dark: bool = False,
+    touch: bool = False,
 ) -> Iterator[Seen]:
-    """A page of its own, with the log running; nothing is opened yet."""
+    """A page of its own, with the log running; nothing is opened yet.
+
+    Args:
+        touch: a finger and no mouse, as on a phone: locator.tap().
+    """
     context = browser.new_context(
         viewport={"width": width, "height": height},
         color_scheme="dark" if dark else "light",
         reduced_motion="reduce",
+        has_touch=touch,
+        is_mobile=touch,
     )
     context.set_default_timeout(TIMEOUT_MS)
     context.add_init_script(

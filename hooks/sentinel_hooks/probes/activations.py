@@ -13,8 +13,9 @@ The spread says whether a block still tells its tokens apart: of up to 32 tokens
 differs from their mean over the norm of all. Near 0 all are alike: the representation has
 collapsed. Taken every `every` steps, of the first micro-batch.
 
-A block is a child of a ModuleList or Sequential that has a number for a name, outermost first;
-without any, the root's own children. Of more than MOST blocks an even selection is watched.
+A block is a child of a ModuleList or Sequential that has a number for a name, outermost first, or
+what blocks.py makes out; without any, the root's own children. Of more than MOST blocks an even
+selection is watched.
 
 Shapes:  columns float32 [L]. A block's numbers stand in the row of its last layer.
 Memory:  the small outputs, at most 1 MB, stay until the gate; one that somebody writes into after
@@ -43,7 +44,7 @@ from sentinel.core.types import (
     Column,
 )
 from sentinel_hooks.layers import LayerTable
-from sentinel_hooks.probes import capture
+from sentinel_hooks.probes import capture, outputs
 from sentinel_hooks.probes.places import by_itself, is_exporting
 from sentinel_hooks.probes.probe import (
     EARLIER,
@@ -87,6 +88,8 @@ class Block:
         "name",
         "numel",
         "odd",
+        "path",
+        "picked",
         "row",
         "seen",
         "slot",
@@ -111,6 +114,8 @@ class Block:
         self.seen = False  # in a forward since the last step
         self.trouble = ""
         self.odd = ""  # what it put out, where that is nothing to measure
+        self.path: outputs.Path | None = None  # where in its output the measured tensor stands
+        self.picked = ""  # the same in words, of several that it might have been
         self.small = True  # nobody was seen to write into its outputs
         self.lone = False  # the first output since the last step, if small, may wait for the gate
         self.kept: Tensor | None = None  # ... and does
@@ -130,19 +135,36 @@ class _Out:
         self.slot = block.slot
         self.token = token
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        x = output if isinstance(output, Tensor) else _first(output)
+        x = output if isinstance(output, Tensor) else self._chosen(args, kwargs, output)
         if x is None:
-            if not torch.compiler.is_compiling() and not self.block.odd:
-                self.block.odd = _kind(output)
             return
         if torch.compiler.is_compiling():
             if not is_exporting():
                 torch.ops.torch_sentinel.activated(self.token, self.slot, x.detach())
         elif not (is_transforming() or is_tracing()):
             self.probe.take(self.block, x)
+
+    def _chosen(self, args: Any, kwargs: Any, output: Any) -> Tensor | None:
+        if torch.compiler.is_compiling():
+            return outputs.traced(output, args, kwargs)
+        block = self.block
+        x = None if block.path is None else outputs.at(output, block.path)
+        if x is not None:
+            return x
+        try:
+            choice = outputs.choose(output, args, kwargs)
+            if choice is None:
+                block.odd = block.odd or outputs.kind(output)
+                return None
+        except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
+            block.trouble = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return None
+        block.path = choice.path
+        block.picked = str(choice) if choice.among > 1 else ""
+        return choice.tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return INERT
@@ -198,7 +220,9 @@ class ActivationProbe(Quiet):
         for module, block in zip(self._modules, self._blocks, strict=True):
             _BY_ADDRESS[block.slot.data_ptr()] = (weakref.ref(self), block)
             token = capture.token(block.slot.device)
-            self._handles.append(module.register_forward_hook(_Out(self, block, token)))
+            self._handles.append(
+                module.register_forward_hook(_Out(self, block, token), with_kwargs=True)
+            )
 
     def detach(self) -> None:
         """Everything out."""
@@ -396,7 +420,7 @@ class ActivationProbe(Quiet):
                 Unseen(
                     f"activations of {_names(names)} are not seen: what they put out is {odd}",
                     "a block's output is measured where it is a floating-point tensor, or a tuple, "
-                    "list or dict with one as its first item",
+                    "list, dict or dataclass with one in it, or in one of its items",
                 )
             )
         unseen = [b.name for b in blind if not b.odd]
@@ -412,6 +436,14 @@ class ActivationProbe(Quiet):
             )
         return spots
 
+    def notes(self) -> list[str]:
+        """Of blocks that put out several tensors: which one is measured."""
+        said = []
+        for picked in dict.fromkeys(b.picked for b in self._blocks if b.picked):
+            names = [b.name for b in self._blocks if b.picked == picked]
+            said.append(f"activations of {_names(names)} are those of their output's {picked}")
+        return said
+
 
 def _fold(block: Block) -> None:
     """All slots into the first, so that there is room for one more micro-batch."""
@@ -425,28 +457,11 @@ def _fold(block: Block) -> None:
     block.count = 1
 
 
-def _first(output: Any) -> Tensor | None:
-    if isinstance(output, dict):
-        output = tuple(output.values())
-    if isinstance(output, tuple | list):
-        for item in output:
-            if isinstance(item, Tensor):
-                return item
-    return None
-
-
-def _kind(output: Any) -> str:
-    kind = type(output).__name__
-    if isinstance(output, tuple | list | dict):
-        return f"a {kind} without a tensor in it"
-    return f"of the type {kind}"
-
-
 def _blocks(models: Sequence[nn.Module], table: LayerTable) -> tuple[list[nn.Module], list[Block]]:
     found: list[tuple[str, nn.Module]] = []
     for model in models:
-        numbered = _numbered(model)
-        found += numbered or [(n, m) for n, m in model.named_children()]
+        known = table.blocks_of(model) or _numbered(model)
+        found += known or [(n, m) for n, m in model.named_children()]
     rows = [(name, module, table.rows_under(module)) for name, module in found]
     rows = [(name, module, own) for name, module, own in rows if own]
     if len(rows) > MOST:
@@ -454,7 +469,7 @@ def _blocks(models: Sequence[nn.Module], table: LayerTable) -> tuple[list[nn.Mod
     made: list[Block] = []
     modules: list[nn.Module] = []
     for name, module, own in rows:
-        device = next(module.parameters()).device
+        device = capture.home(module.parameters())
         made.append(Block(name, own[-1], len(made), capture.slots(device, 1)[0]))
         modules.append(module)
     return modules, made

@@ -17,8 +17,14 @@ The column holds the upper bound while that is under the threshold, and the lowe
 is flagged when it is known to be above, at most two steps after it came there by a jump, at once if
 it grew into it.
 
+A kernel on the CPU takes a row whose scores are all nan for one that sees no key: it puts out 0 and
+a log-sum-exp of exactly 0. No row that sees two keys or more comes to that by itself, so a maximum
+of exactly 0 is nan here. Attention over a single key, which may, is computed; so is the step after
+one in which masks seem to have left nothing, as they would then too.
+
 Shapes:  column float32 [L]; NOT_MEASURED in rows without attention, or whose attention did not run.
-         Rows that see no key at all say nothing. nan passes through.
+         Query rows that see no key at all say nothing. nan passes through; on the CPU, rows of nan
+         beside finite ones do not show.
 Units:   scaled scores before the softmax, masks and biases included.
 Purity:  does not wait for the device; keeps a few KB of small tensors until the gate.
 Threads: one training thread.
@@ -244,6 +250,9 @@ class AttentionProbe(Quiet):
                 lower = upper - np.log(keys)[:, None]
             else:
                 lower, upper = value.reshape(2, -1, heads)
+            void = (upper == 0.0) & (lower < 0.0)  # exact numbers, of which 0 is one, are equal
+            if void.any():
+                lower, upper = np.where(void, np.nan, lower), np.where(void, np.nan, upper)
             least, most = lower.max(1), upper.max(1)
             if most.min() <= NOTHING:  # every score was masked
                 least = np.where(least <= NOTHING, NOT_MEASURED, least)
@@ -252,7 +261,7 @@ class AttentionProbe(Quiet):
             np.maximum.at(lows, rows, least)
             np.maximum.at(highs, rows, most)
             self._last.append((places, lower, upper))
-            near = ~(most <= WATCHED * self._threshold)
+            near = ~(most <= WATCHED * self._threshold) | (most == NOT_MEASURED)
             if keys is not None and not near.any():
                 continue  # nothing changes for them
             for place, low, high in zip(places, least.tolist(), most.tolist(), strict=True):
@@ -295,7 +304,9 @@ class AttentionProbe(Quiet):
 
     def _next_level(self, place: Place, low: float, high: float) -> None:
         unclear = high > self._threshold and high - low > PRECISE * self._threshold
-        if high <= WATCHED * self._threshold:
+        if high == NOT_MEASURED:
+            place.level = SOME
+        elif high <= WATCHED * self._threshold:
             place.level = FEW
         elif place.level == ALL:
             if self._step - place.since >= FULL_AGAIN:
@@ -367,7 +378,4 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _device(models: Sequence[nn.Module]) -> torch.device:
-    for model in models:
-        for parameter in model.parameters():
-            return parameter.device
-    return torch.device("cpu")
+    return capture.home(p for model in models for p in model.parameters())

@@ -82,7 +82,7 @@ def keep_lse(
     place.keys = max(place.keys, keys)
     if mask is not None:
         place.masked = True
-    if place.level == FEW or q is None or k is None:
+    if (place.level == FEW and keys > 1) or q is None or k is None:
         if lse.numel() <= RAW_NUMEL and len(place.raw) < RAW_KEPT:
             place.raw.append(lse)
             return
@@ -222,6 +222,11 @@ def _static(tensor: Tensor) -> None:
     torch._dynamo.mark_static_address(tensor, guard=False)
 
 
+def home(parameters: Iterable[Tensor]) -> torch.device:
+    """The device of the first that has data; offloaded weights (meta) have no address."""
+    return next((p.device for p in parameters if p.device.type != "meta"), torch.device("cpu"))
+
+
 def slots(device: torch.device, n: int) -> list[Tensor]:
     """One-element tensors that lie where no other does: their addresses are names."""
     # Each of its own: as views of one storage they would be aliases, and guarded as such.
@@ -357,7 +362,8 @@ def _watched(
                 return out
         lse = _lse_of(out)
         if lse is not None and attn_mask is None and query.device.type == "cpu":
-            _remember(place, node, lse)  # CUDA kernels pad theirs
+            if key.size(-2) > 1:
+                _remember(place, node, lse)  # CUDA kernels pad theirs
     else:
         with _Saved(hooks, query.dim()) as saved:
             out = _stock(*call)
@@ -365,7 +371,7 @@ def _watched(
     if not out.requires_grad:
         return out  # frozen: blind_spots() names it if that is all there is
     try:
-        if lse is not None and place.level == FEW:
+        if lse is not None and place.level == FEW and key.size(-2) > 1:
             keep_lse(place, lse, query, None, attn_mask, is_causal, scale, key.size(-2))
         else:
             q, k, mask = _as_computed(query), _as_computed(key), _detached(attn_mask)

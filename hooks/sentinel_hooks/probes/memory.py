@@ -53,7 +53,8 @@ class MemoryProbe(Quiet):
         self._every = every
         self._counters = counters
         self._device = device or next(
-            (p.device for m in models for p in m.parameters()), torch.device("cpu")
+            (p.device for m in models for p in m.parameters() if p.device.type != "meta"),
+            torch.device("cpu"),
         )
         self._held: dict[str, int] = {}
         self._found: dict[str, float] = {}
@@ -132,7 +133,8 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
             t = local() if local is not None else t
         if t.layout is not torch.strided:
             t = t._values() if t.is_sparse else t.values()
-        sizes[t.data_ptr() or id(t)] = t.nbytes  # on the meta device every address is 0
+        if t.device.type != "meta":  # offloaded weights: nothing is held for them
+            sizes[t.data_ptr()] = t.nbytes
     return sum(sizes.values())
 
 

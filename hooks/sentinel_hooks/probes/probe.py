@@ -107,6 +107,10 @@ class Probe(Protocol):
         """What it cannot see here, each with the way out."""
         ...
 
+    def notes(self) -> list[str]:
+        """What it has settled by itself and a reader of its numbers should know."""
+        ...
+
 
 class Quiet:
     """Defaults for a probe that has nothing to say at most of the moments."""
@@ -143,6 +147,10 @@ class Quiet:
 
     def blind_spots(self) -> list[Unseen]:
         """Sees what it should."""
+        return []
+
+    def notes(self) -> list[str]:
+        """Nothing to settle."""
         return []
 
 

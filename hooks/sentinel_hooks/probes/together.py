@@ -190,6 +190,13 @@ class Probes:
             spots += self._run(name, probe.blind_spots) or []
         return spots
 
+    def notes(self) -> list[str]:
+        """What the probes have settled by themselves."""
+        notes: list[str] = []
+        for name, probe in self._that("notes"):
+            notes += self._run(name, probe.notes) or []
+        return notes
+
     def _that(self, method: str) -> list[tuple[str, Probe]]:
         """The probes that do something there: most have nothing to do at most moments of a step."""
         speakers = self._speakers.get(method)

@@ -10,7 +10,8 @@ the next forward begins. The numbers are read with those of the following step, 
 waits for the device: the ratio that stands beside the loss of step t is that of the update before.
 
 A step that was held back, or that nothing moved, has no ratio. A layer whose parameters no
-optimizer holds has none either; one that is held and did not move (a rate of 0) has 0.
+optimizer holds has none either; one that is held and did not move (a rate of 0) has 0. Complex
+parameters count with their magnitudes; 8-bit and other whole numbers are no parameters that step.
 
 Shapes:  columns float32 [L].
 Units:   ratio of L2 norms, dimensionless; about 1e-3 when healthy.
@@ -173,8 +174,12 @@ class UpdateProbe(Quiet):
                 found += [
                     p
                     for p in group["params"]
-                    if p.requires_grad and not nn.parameter.is_lazy(p) and p.is_floating_point()
+                    if p.requires_grad
+                    and not nn.parameter.is_lazy(p)
+                    and (p.is_floating_point() or p.is_complex())
                 ]
+        # Beside others, what lies on the meta device has no numbers, and reading them would raise.
+        found = [p for p in found if p.device.type != "meta"] or found
         if len(found) == len(self._parameters) and all(
             a is b for a, b in zip(found, self._parameters, strict=True)
         ):

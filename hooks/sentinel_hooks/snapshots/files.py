@@ -42,6 +42,7 @@ from sentinel_hooks.snapshots.ram import (
     Image,
     SnapshotError,
     freeze,
+    has_data,
     inner,
     live_tensors,
     plain_name,
@@ -268,7 +269,7 @@ def weights_hash(image: Image) -> str:
     h = hashlib.blake2b(digest_size=16)
     for saved in image.tensors.values():
         data = saved.data
-        if data.layout is torch.strided and data.numel():
+        if data.layout is torch.strided and data.numel() and has_data(data):
             h.update(data.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return h.hexdigest()
 
@@ -348,7 +349,7 @@ def total_bytes(image: Image, world: int) -> int:
 
 def _host_bytes(value: Any, *, sharded: bool) -> int:
     if isinstance(value, HostTensor):
-        held = value.data.numel() * value.data.element_size()
+        held = value.data.numel() * value.data.element_size() if has_data(value.data) else 0
         return held if (value.cut is not None) is sharded else 0
     if isinstance(value, dict):
         return sum(_host_bytes(v, sharded=sharded) for v in value.values())
@@ -392,7 +393,7 @@ class _Packer:
         from sentinel_hooks.snapshots.parts import Item
 
         data, cut = saved.data, saved.cut
-        if data.layout is not torch.strided:  # DCP cannot: it stays in the tree
+        if data.layout is not torch.strided or not has_data(data):  # DCP cannot: in the tree
             return self._inline(saved)
         while path in self._names:
             path = (*path[:-1], path[-1] + "_")

@@ -17,6 +17,10 @@ Tensors are copied one by one, never through state_dict(): those alias live tens
 a parameter or a moment (compiled steps, DDP buckets) still has the right one. Shapes, types and
 placements are compared, and what has to be made anew is made, before the first byte is copied.
 
+What lies on the meta device (weights that accelerate has offloaded) has no data to copy. Frozen, it
+cannot change either, and is left out: the image has its shape, `left_out` its name. A parameter
+that an optimizer trains is refused by name: without it nothing could be put back.
+
 With several ranks each keeps and puts back its own: of a DTensor the local part. Nothing here sends
 a message. What the ranks must do alike (shards.reshard(), the user's state_dict()) comes before
 anything that can fail on one of them.
@@ -29,7 +33,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,6 +172,7 @@ class RamStore:
         self._sharers = sharers
         self._images: dict[int, Image] = {}
         self._spare: Image | None = None
+        self.left_out: tuple[str, ...] = ()  # of the last snapshot: they are frozen, without data
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -196,6 +201,7 @@ class RamStore:
         things = self._target.extra_state if extra else ()
         states = [thing.state_dict() for thing in things]
         live = dict(live_tensors(self._target))
+        left_out = _without_data(self._target, live)
         self._check_room(live)
         spare, self._spare = self._spare, None
         copier = _Copier(pin=self._config.pin)
@@ -203,7 +209,11 @@ class RamStore:
         try:
             old = spare.tensors if spare is not None else {}
             for key, tensor in live.items():
-                image.tensors[key] = copier.tensor(tensor, old.get(key))
+                if has_data(tensor):
+                    image.tensors[key] = copier.tensor(tensor, old.get(key))
+                else:
+                    part, cut = shards.split(tensor)
+                    image.tensors[key] = HostTensor(torch.empty_like(part), part.device, cut)
             for i, optimizer in enumerate(self._target.optimizers):
                 reuse = spare.optimizers[i] if spare is not None else None
                 image.optimizers.append(_save_optimizer(optimizer, copier, reuse))
@@ -216,6 +226,7 @@ class RamStore:
             raise SnapshotError(f"copying failed: {error}") from error
         image.size_bytes = copier.size_bytes
         self._images[step] = image
+        self.left_out = left_out
         return image.size_bytes
 
     def restore(self, step: int) -> Stats:
@@ -309,6 +320,11 @@ def live_tensors(target: Target) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
 
     DTensors as they are; FSDP2 modules must be resharded (shards.reshard()).
     """
+    for key, tensor in _named_tensors(target):
+        yield key, tensor.detach()
+
+
+def _named_tensors(target: Target) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
     seen: set[int] = set()
     for m, model in enumerate(map(inner, target.models)):
         for kind, named in (
@@ -321,7 +337,7 @@ def live_tensors(target: Target) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
                 seen.add(id(tensor))
                 if nn.parameter.is_lazy(tensor):
                     raise NotReadyError(f"{name} has no shape yet: a lazy module that has not run")
-                yield (m, kind, plain_name(name)), tensor.detach()
+                yield (m, kind, plain_name(name)), tensor
     for o, optimizer in enumerate(target.optimizers):
         for g, group in enumerate(optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):
@@ -329,12 +345,51 @@ def live_tensors(target: Target) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
                     seen.add(id(parameter))
                     yield (
                         ("optimizer", o, g, p, f"optimizer {o} parameter {g}.{p}"),
-                        (parameter.detach()),
+                        parameter,
                     )
+
+
+def has_data(tensor: Tensor) -> bool:
+    """False on the meta device."""
+    return tensor.device.type != "meta"
+
+
+def _trained_among(target: Target, keys: Collection[tuple[Any, ...]]) -> list[str]:
+    """The names of those of `keys` that an optimizer moves."""
+    if not keys:
+        return []
+    trained = {
+        id(parameter)
+        for optimizer in target.optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    }
+    return [str(k[-1]) for k, t in _named_tensors(target) if k in keys and id(t) in trained]
+
+
+def _without_data(target: Target, live: dict[tuple[Any, ...], Tensor]) -> tuple[str, ...]:
+    """The names of tensors that have none.
+
+    Raises:
+        SnapshotError: an optimizer trains one of them.
+    """
+    empty = {key for key, tensor in live.items() if not has_data(tensor)}
+    trained = _trained_among(target, empty)
+    if trained:
+        raise SnapshotError(
+            f"{len(trained)} parameter(s) that an optimizer trains hold no data, they lie on the "
+            f"meta device ({trained[0]}): there is nothing to copy, so nothing to roll back to; "
+            "bring them to a real device before training (a device_map that offloads nothing "
+            "that is trained), or freeze them with requires_grad_(False)"
+        )
+    return tuple(str(key[-1]) for key in live if key in empty)
 
 
 def _tree_bytes(value: Any) -> int:
     if isinstance(value, Tensor):
+        if not has_data(value):
+            return 0
         if shards.is_sharded(value):
             value = shards.local(value)
         held: int = value.numel() * value.element_size()
@@ -372,6 +427,7 @@ class _Copier:
         buffer = reuse.data if isinstance(reuse, HostTensor) else None
         if (
             buffer is None
+            or not has_data(buffer)
             or buffer.shape != live.shape
             or buffer.dtype != live.dtype
             or buffer.stride() != live.stride()
@@ -448,8 +504,18 @@ def prepare(target: Target, image: Image) -> Prepared:
     entries: list[tuple[Any, Any, Any]] = []
     objects: list[tuple[Any, Any]] = []
     try:
+        _without_data(target, live)
+        unsaved = set()
         for key, saved in image.tensors.items():
-            pairs.append((_fitting(key[-1], live.get(key), saved), saved.data))
+            part = _fitting(key[-1], live.get(key), saved)
+            if not has_data(saved.data):
+                unsaved.add(key)
+            elif has_data(part):  # else frozen, as is what had no data then
+                pairs.append((part, saved.data))
+        if late := _trained_among(target, unsaved):
+            raise SnapshotError(
+                f"{late[0]} held no data at step {image.step} (meta device), and is trained now"
+            )
         _count("optimizers", len(target.optimizers), len(image.optimizers))
         for optimizer, kept in zip(target.optimizers, image.optimizers, strict=True):
             _prepare_optimizer(optimizer, kept, pairs, entries)

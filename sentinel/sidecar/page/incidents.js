@@ -34,8 +34,9 @@ export class Incidents {
         list("advice")));
   }
 
-  // Newest first.
-  update(about, incidents, targets) {
+  // Newest first. lacking: so many of its incidents are not among them; why: for what reason.
+  update(about, incidents, targets, { lacking = 0, why = "" } = {}) {
+    this.lacking = lacking ? `${lacking} earlier ${lacking === 1 ? "one is" : "ones are"} not shown, incidents and advice together: ${why}.` : "";
     this.about = about;
     this.targets = targets;
     this.all = incidents;
@@ -92,12 +93,13 @@ export class Incidents {
 
   #list(which, empty) {
     const all = this[which], list = this[`${which}List`];
-    if (!all.length) { replace(list, h("p", { class: "empty" }, empty)); return; }
+    if (!all.length) { replace(list, h("p", { class: "empty" }, which === "acted" && this.lacking ? this.lacking : empty)); return; }
     const some = all.slice(0, this.most[which]), left = all.length - some.length;
     replace(list, which === "advice" ? h("p", { class: "mute", "data-key": "intro" }, "Signs worth a look in working hours. Nothing was done about them, and nothing will be.") : null,
       h("ul", { class: "list", "data-key": which }, some.map((i) => this.#item(i, which))),
       left ? h("button", { type: "button", class: "small more", "data-key": `more-${which}`, onclick: () => { this.most[which] += 20; this.#paint(); } },
-        left > 20 ? `Show 20 of ${left} more` : `Show ${left} more`) : null);
+        left > 20 ? `Show 20 of ${left} more` : `Show ${left} more`) : null,
+      which === "acted" && this.lacking ? h("p", { class: "mute", "data-key": "lacking" }, this.lacking) : null);
   }
 
   // The newest is what somebody who was woken wants to read, though it is over by then.

@@ -28,20 +28,23 @@ export function tick() {
 
 let asked = 0;
 
-// Ask before something is done. fields: [{name, label, input: element, hint}]; act(values) is
-// awaited, and what it throws is shown while the dialog stays open.
+// Ask before something is done. fields: [{name, label, input: element, hint, note}]; `note` is an
+// element that says something of the value and changes with it. act(values) is awaited, and what it
+// throws is shown while the dialog stays open.
 export function confirmDialog({ title, text, fields = [], button, danger = false, act }) {
   const dialog = document.getElementById("ask");
   const back = document.activeElement;
   const problem = h("p", { class: "note bad", role: "alert", hidden: true });
   const go = h("button", { type: "submit", class: danger ? "primary danger" : "primary" }, button);
   asked += 1;
-  const rows = fields.flatMap(({ name, label, input, hint }) => {
+  const rows = fields.flatMap(({ name, label, input, hint, note }) => {
     const id = `field-${asked}-${name}`;
     input.id = id;
     input.name = name;
-    if (hint) input.setAttribute("aria-describedby", `${id}-hint`);
-    return [h("label", { for: id }, label), input, hint ? h("p", { class: "mute", id: `${id}-hint` }, hint) : null];
+    if (note) note.id = `${id}-note`;
+    const about = [hint ? `${id}-hint` : "", note ? note.id : ""].filter(Boolean).join(" ");
+    if (about) input.setAttribute("aria-describedby", about);
+    return [h("label", { for: id }, label), input, hint ? h("p", { class: "mute", id: `${id}-hint` }, hint) : null, note ?? null];
   });
   const form = h("form", {
     method: "dialog",

@@ -9,8 +9,8 @@ import { Range } from "/assets/range.js";
 import { loadMap, loadSeries } from "/assets/series.js";
 import { guide } from "/assets/todo.js";
 import {
-  DASH, ORDERS, ORDER_STATES, PROTECTIONS, PROTECTION_MEANS, STATES, because, bytes, missing, number,
-  shown, step,
+  COPIES, DASH, ORDERS, ORDER_STATES, PROTECTIONS, PROTECTION_MEANS, STATES, UNVERIFIED, ago, because,
+  bytes, missing, number, sentence, shown, step,
 } from "/assets/words.js";
 
 const MAPS = [
@@ -20,7 +20,8 @@ const MAPS = [
   { signal: "layer_activation_rms", title: "Activation RMS by layer", log: true },
 ];
 const MEMORY = ["weights", "gradients", "optimizer", "activations", "other"]; // what adds up
-const SERIES_EVERY_MS = 2000, MAPS_EVERY_MS = 10000, MAP_COLUMNS = 300, MEMORY_KEPT = 600, RECENT_ROWS = 50, AROUND = 20;
+const SERIES_EVERY_MS = 2000, MAPS_EVERY_MS = 10000, MAP_COLUMNS = 300, MEMORY_KEPT = 600, RECENT_ROWS = 50, AROUND = 20, ORDERS_SHOWN = 5;
+const COMES_BACK = { "registered again": "Its trainer has registered again", back: "Its trainer is back" };
 
 export class RunView {
   constructor(name, refresh) {
@@ -70,7 +71,8 @@ export class RunView {
 
   leave() { this.left = true; }
 
-  event(kind) {
+  event(kind, data) {
+    if (kind === "run" && COMES_BACK[data?.what]) say(COMES_BACK[data.what]);
     // What changes the past of the curve is shown at once; plain steps can wait their turn.
     if (kind !== "steps") this.seriesAt = 0;
   }
@@ -83,13 +85,14 @@ export class RunView {
     ]);
     this.about = about;
     this.incidents = merged(about.ledger?.incidents ?? [], told?.incidents ?? []);
+    this.copies = copiesOf(about);
     await this.#whereTo();
     this.loaded = Date.now();
     if (this.left) return;
     this.#facts();
     this.#actions();
     this.#orders();
-    this.list.update(about, this.incidents, this.targets);
+    this.list.update(about, this.incidents, this.targets, lacking(about, this.incidents, told === null));
     this.#head();
     this.#snapshots();
     this.#memory();
@@ -127,9 +130,10 @@ export class RunView {
     if (run.state === "halted") notes.push(["bad", `The run was halted. Clear it with: sentinel resume ${this.name}`]);
     if (run.second_writers_refused?.length) notes.push(["warn", `A second process tried to write this run (${run.second_writers_refused.length} times) and was refused.`]);
     if (run.record?.holes) notes.push(["warn", `${run.record.holes} steps are missing in the record.`]);
+    for (const one of this.copies) if (one.warning) notes.push(["bad", `${sentence(one.warning)}.`]);
     replace(this.spots.notes, notes.map(([tone, text]) => h("p", { class: `note ${tone}` }, text)));
 
-    const healthy = (ledger.snapshots ?? []).filter((s) => s.healthy).map((s) => s.step);
+    const [newest] = this.copies.filter((s) => s.healthy);
     const factor = number(run.decision?.lr_factor) ?? 1;
     const counters = ledger.counters ?? {};
     const total = (pairs) => (pairs ?? []).reduce((n, [, count]) => n + count, 0);
@@ -147,10 +151,11 @@ export class RunView {
       fact("Rolled back", back === null ? DASH : back || "never", [
         back && Number.isInteger(ledger.last_target) ? `last to step ${step(ledger.last_target)}` : "",
         vain && run.mode !== "observe" ? `${vain} could not be done` : ""].filter(Boolean).join("; ")),
-      fact("Healthy snapshot", healthy.length ? step(Math.max(...healthy)) : run.ledger ? "none" : DASH, healthy.length ? "newest" : null),
+      fact("Healthy snapshot", newest ? step(newest.step) : run.ledger ? "none" : DASH, newest ? `newest; ${copyBadge(newest)[2]}` : null),
       run.gauges?.tokens_per_second === undefined ? null : fact("Tokens per second", shown(run.gauges.tokens_per_second)),
       run.gauges?.clipped_step_ratio === undefined ? null : fact("Clipped steps", `${shown(100 * number(run.gauges.clipped_step_ratio), 3)} %`),
       fact("Last report", run.step === null && run.state === "running" ? "none yet" : since(Date.now() - run.last_report_s_ago * 1000)),
+      run.watched ? null : fact("Registered", since(run.registered_at * 1000)),
       fact("Policy", run.policy, run.mode === "observe" ? "only observing" : null),
     ));
   }
@@ -200,17 +205,25 @@ export class RunView {
   }
 
   #rollback(chosen) {
-    const healthy = (this.about.ledger?.snapshots ?? []).filter((s) => s.healthy).map((s) => s.step).sort((a, b) => b - a);
+    const healthy = this.copies.filter((s) => s.healthy);
     if (!healthy.length) {
       confirmDialog({ title: "Nothing to roll back to", text: "This run has no healthy snapshot yet. One is confirmed by quiet steps after it was taken.", button: "Close", act: async () => {} });
       return;
     }
-    const input = h("select", {}, h("option", { value: "" }, `the newest healthy one (step ${step(healthy[0])})`),
-      healthy.map((at) => h("option", { value: at, selected: at === chosen }, `step ${step(at)}`)));
+    const named = (one) => `step ${step(one.step)}: ${copyBadge(one)[2]}`;
+    const note = h("p", { role: "status" });
+    const tell = () => {
+      const one = healthy.find((s) => String(s.step) === input.value) ?? healthy[0], [sign, tone, word] = copyBadge(one);
+      note.className = `note ${tone === "mute" ? "" : tone}`;
+      note.textContent = `${sign} ${one.warning ? `${sentence(one.warning)}. You can still order it.` : `${sentence(word)}${one.disk === "sound" ? ` ${readAt(one)}` : one.detail ? `: ${one.detail}` : ""}.`}`;
+    };
+    const input = h("select", { onchange: tell }, h("option", { value: "" }, `the newest healthy one (${named(healthy[0])})`),
+      healthy.map((one) => h("option", { value: one.step, selected: one.step === chosen }, named(one))));
+    tell();
     this.#ask("rollback", {
       title: `Roll ${this.name} back?`, button: "Roll back", danger: true,
       text: `Weights and optimizer go back to a snapshot at the next safe point. The steps since then are lost (the run is at step ${step(this.about.step)}); the data goes on, and is not read again.`,
-    }, [{ name: "target", label: "Snapshot", input }], ({ target }) => (target ? { target: Number(target) } : {}));
+    }, [{ name: "target", label: "Snapshot", input, note }], ({ target }) => (target ? { target: Number(target) } : {}));
   }
 
   #scale() {
@@ -231,13 +244,14 @@ export class RunView {
       }
       this.told.set(id, order.state);
     }
-    const newest = [...orders].reverse().slice(0, 5);
+    const newest = [...orders].reverse().slice(0, ORDERS_SHOWN), left = orders.length - newest.length;
     if (!newest.length) { replace(this.spots.orders); return; }
     replace(this.spots.orders, h("ul", { class: "legend", "aria-label": "Orders given" }, newest.map((order) => h("li", {},
       badge(ORDER_STATES[order.state] ?? unknown(order.state)), " ", orderText(order),
       order.taken_step === null || order.taken_step === undefined ? null : ` at step ${step(order.taken_step)}`,
       order.detail ? `: ${order.detail}` : null,
-      order.command.issued_by ? ` · by ${order.command.issued_by}` : null))));
+      order.command.issued_by ? ` · by ${order.command.issued_by}` : null)),
+    left ? h("li", { class: "mute" }, `${left} earlier: `, h("code", {}, `sentinel audit ${this.name}`)) : null));
   }
 
   // ---- from incidents to charts and maps, and back --------------------------------------------
@@ -302,21 +316,32 @@ export class RunView {
   }
 
   #snapshots() {
-    const { ledger, step: now, state } = this.about;
-    const snapshots = [...(ledger?.snapshots ?? [])].sort((a, b) => b.step - a.step);
-    if (!snapshots.length) {
+    const { ledger, step: now, state } = this.about, { copies } = this;
+    for (const one of copies) {
+      const key = `copy-${one.step}`, before = this.told.get(key);
+      if (before !== undefined && before !== one.disk && one.disk === "damaged") say(`The copy of step ${step(one.step)} on disk is damaged`);
+      this.told.set(key, one.disk);
+    }
+    if (!copies.length) {
       replace(this.spots.snapshots, h("p", { class: "empty" }, !ledger ? (state === "running" ? "Nothing is known yet." : "Not recorded.") : state === "running" ? "No snapshot yet: nothing to roll back to." : "None was kept."));
       return;
     }
+    // The same reason for all of them stands once, below.
+    const why = copies.every((one) => one.disk === "unseen") ? copies[0].detail : "";
+    const orders = state === "running" && !this.about.watched && access.orders;
+    const states = (one) => (one.healthy === null ? unknown("healthy or not is not known") : one.healthy ? ["✓", "ok", "healthy"] : ["…", "warn", `candidate, ${one.quiet} quiet steps`]);
     replace(this.spots.snapshots, h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Snapshots" },
       h("table", { class: "cards", role: "table", "aria-label": "Snapshots" },
-        h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, ["Step", "State", "Steps ago", "Action"].map((t) => h("th", { scope: "col", role: "columnheader" }, t)))),
-        h("tbody", { role: "rowgroup" }, snapshots.map((one) => h("tr", { role: "row", "data-key": `snapshot-${one.step}` },
+        h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, ["Step", "State", "Copy on disk", "Steps ago", "Action"].map((t) => h("th", { scope: "col", role: "columnheader" }, t)))),
+        h("tbody", { role: "rowgroup" }, copies.map((one) => h("tr", { role: "row", "data-key": `snapshot-${one.step}` },
           h("th", { scope: "row", role: "rowheader", "data-label": "Step" }, step(one.step)),
-          h("td", { role: "cell", "data-label": "State" }, h("span", {}, badge(one.healthy ? ["✓", "ok", "healthy"] : ["…", "warn", `candidate, ${one.quiet} quiet steps`]), " ",
-            ledger.last_target === one.step ? badge(["◆", "mute", "used by the last rollback"]) : null)),
+          h("td", { role: "cell", "data-label": "State" }, h("span", {}, badge(states(one)), " ",
+            ledger?.last_target === one.step ? badge(["◆", "mute", "used by the last rollback"]) : null)),
+          h("td", { role: "cell", "data-label": "Copy on disk" }, h("span", { class: "copy" }, badge(copyBadge(one)), " ",
+            one.disk === "sound" ? h("small", {}, readAt(one)) : one.disk === "damaged" ? h("small", {}, `${one.detail}; read ${readAt(one)}`) : why || !one.detail ? null : h("small", {}, one.detail))),
           h("td", { role: "cell", "data-label": "Steps ago" }, now === null ? DASH : step(now + 1 - one.step)),
-          h("td", { role: "cell" }, one.healthy && state === "running" && !this.about.watched && access.orders ? h("button", { type: "button", class: "small", "data-key": `back-${one.step}`, "aria-label": `Roll back to step ${one.step}…`, onclick: () => this.#rollback(one.step) }, "Roll back…") : null)))))));
+          h("td", { role: "cell" }, one.healthy && orders ? h("button", { type: "button", class: "small", "data-key": `back-${one.step}`, "aria-label": `Roll back to step ${one.step}${one.disk === "damaged" ? ", whose copy on disk is damaged" : ""}…`, onclick: () => this.#rollback(one.step) }, "Roll back…") : null)))))),
+      why ? h("p", { class: "mute" }, `Not verified: ${why}.`) : null);
   }
 
   // The newest values, and how they went since the page was opened: they are no series of their own.
@@ -431,6 +456,24 @@ function merged(live, recorded) {
   const found = new Map(recorded.map((i) => [`${i.number}:${i.opened}`, i]));
   for (const i of live) found.set(`${i.number}:${i.opened}`, { ...found.get(`${i.number}:${i.opened}`), ...i });
   return [...found.values()].sort((a, b) => b.opened - a.opened || b.number - a.number);
+}
+
+// What it can go back to, the newest first; an older sidecar says nothing of the copies on disk.
+function copiesOf(about) {
+  const known = about.snapshots ?? (about.ledger?.snapshots ?? []).map((one) => ({ ...one, disk: "unseen", detail: "", warning: "" }));
+  return [...known].sort((a, b) => b.step - a.step);
+}
+
+const copyBadge = (one) => COPIES[one.disk] ?? UNVERIFIED;
+const readAt = (one) => ago(one.checked_s_ago);
+
+// How many incidents of a run are not among those that are known, and why.
+function lacking({ ledger, watched }, incidents, broken) {
+  const total = (ledger?.next_incident ?? 1) - 1, numbers = new Set(incidents.map((i) => i.number).filter((n) => n <= total));
+  return {
+    lacking: total - numbers.size,
+    why: watched ? "of a run that is only watched, its ledger keeps the open ones and the newest that are over, 32 in all" : broken ? "the sidecar's database does not answer" : "the sidecar's record does not hold them",
+  };
 }
 
 function offBecause(run) {

@@ -10,8 +10,9 @@ const COLUMNS = ["Run", "State", "Protection", "Incidents", "Step", "Loss", "Gra
 
 // Advice is not counted: it can wait for the day.
 const acted = (run) => (run.open_incidents === null ? null : run.open_incidents - (run.open_advice ?? 0));
+const damaged = (run) => run.damaged_snapshots ?? 0;
 const bare = (run) => run.state === "running" && run.step !== null && run.mode !== "observe" && ["off", "blind"].includes(run.protection);
-const rank = (run) => (run.state === "lost" ? 0 : run.state === "halted" ? 1 : run.state === "running" ? (bare(run) ? 2 : acted(run) ? 3 : 4) : 5);
+const rank = (run) => (run.state === "lost" ? 0 : run.state === "halted" ? 1 : run.state === "running" ? (bare(run) ? 2 : acted(run) || damaged(run) ? 3 : 4) : 5);
 const plural = (n, what) => `${n} ${what}`;
 // Of a run from before the sidecar's start the list may lack what opening the run reads.
 const unread = (run) => (run.state === "running" ? (run.step === null ? "none yet" : "not known") : "not at hand");
@@ -81,9 +82,10 @@ export class RunsView {
 
   #incidents(run) {
     const open = acted(run), advice = run.open_advice ?? 0;
-    if (open === null) return h("span", { class: "mute" }, unread(run));
-    if (!open && !advice) return h("span", { class: "mute" }, "none");
-    return [open ? badge(["!", run.state === "finished" ? "mute" : "bad", `${open} open`]) : null,
+    const broken = damaged(run) ? badge(["✖", "bad", `${damaged(run)} damaged ${damaged(run) === 1 ? "snapshot" : "snapshots"}`]) : null;
+    if (open === null) return [broken, broken ? " " : null, h("span", { class: "mute" }, unread(run))];
+    if (!open && !advice) return broken ?? h("span", { class: "mute" }, "none");
+    return [broken, broken ? " " : null, open ? badge(["!", run.state === "finished" ? "mute" : "bad", `${open} open`]) : null,
       open && advice ? " " : null, advice ? badge(["△", "mute", `${advice} advice`]) : null];
   }
 }

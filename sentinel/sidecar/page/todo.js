@@ -137,6 +137,11 @@ const KINDS = [
       "Three within 2,000 steps spend the budget, and the run then trains on unprotected.",
     ],
   }],
+  [(i) => /^the gradient scaler left this step out/.test(i.summary), {
+    name: "the scaler's own", more: [OPERATING, "loss_scale"],
+    means: "The gradients overflowed in fp16, and the gradient scaler left the step out, as it does without Sentinel. It finds its scale so: in the first steps, and now and then after.",
+    steps: ["Nothing. If its scale keeps falling, that is a flag of its own (loss_scale)."],
+  }],
   [(i) => (i.actions ?? []).some(([, , rule]) => /^nonfinite/.test(rule)) || /\b(nan|inf)\b/i.test(i.summary), {
     name: "NaN or inf", more: [OPERATING, "SentinelNonFinite"],
     means: "A loss or a gradient was not a number. No parameter and no optimizer state moved in the skipped steps.",

@@ -77,6 +77,14 @@ export const INCIDENT_STATES = {
   resolved: ["✓", "ok", "resolved"],
 };
 
+// The copy of a snapshot on disk; whatever is neither was not verified, and says why.
+export const COPIES = {
+  sound: ["✓", "ok", "verified"],
+  damaged: ["✖", "bad", "damaged on disk"],
+};
+export const UNVERIFIED = ["–", "mute", "not verified"];
+export const sentence = (text) => (text ? text[0].toUpperCase() + text.slice(1) : "");
+
 const RULES = {
   nonfinite_params: "the parameters held NaN or inf",
   nonfinite_loss: "the loss was NaN or inf",

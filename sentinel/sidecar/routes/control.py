@@ -30,6 +30,7 @@ from fastapi import APIRouter, Request, Response
 from sentinel.core.errors import ConfigError, ProtocolError
 from sentinel.core.state import Ledger
 from sentinel.core.types import Command, CommandKind
+from sentinel.sidecar import copies
 from sentinel.sidecar.door import TooManyError, answer, read_json, refusal, speaks_json
 from sentinel.sidecar.people import People
 from sentinel.sidecar.runs import COMMAND_TTL_S, Order, RefusedError, Run
@@ -131,7 +132,8 @@ def router(service: Service) -> APIRouter:
             if old is not None:
                 _same(old.command, command)
                 told["again"] = True
-                return 202, _shown(known, old, True, service.now())
+                warning = _warning(service, known, command)
+                return 202, _shown(known, old, True, service.now(), warning)
             wait = per_run.wait(run, service.timer())
             if wait > 0.0:
                 raise TooManyError(
@@ -140,10 +142,13 @@ def router(service: Service) -> APIRouter:
                     wait,
                 )
             _sensible(known, command)
+            warning = _warning(service, known, command)
+            if warning:
+                told["warning"] = warning[:500]
             order = runs.command(run, command, asked.expires_in_s, service.now())
             if known.run_state != "running":
                 told["run_state"] = known.run_state
-            return 202, _shown(known, order, await people.written(), service.now())
+            return 202, _shown(known, order, await people.written(), service.now(), warning)
 
         return await ordered(request, "command", run, serve)
 
@@ -335,7 +340,14 @@ def _sensible(run: Run, command: Command) -> None:
         )
 
 
-def _shown(run: Run, order: Order, recorded: bool, now: float) -> dict[str, Any]:
+def _warning(service: Service, run: Run, command: Command) -> str:
+    """What speaks against it; it is given all the same (see sentinel.sidecar.copies)."""
+    if command.kind is not CommandKind.ROLLBACK:
+        return ""
+    return copies.doubt(service.copies(run), command.target)
+
+
+def _shown(run: Run, order: Order, recorded: bool, now: float, warning: str) -> dict[str, Any]:
     return {
         "id": order.command.id,
         "kind": order.command.kind,
@@ -345,6 +357,7 @@ def _shown(run: Run, order: Order, recorded: bool, now: float) -> dict[str, Any]
         "recorded": recorded,
         "run_state": run.run_state,
         "detail": _prospect(run, order, now),
+        "warning": warning,
     }
 
 

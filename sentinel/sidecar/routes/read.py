@@ -16,7 +16,7 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy import select
 
 from sentinel.core.errors import ConfigError, ProtocolError, TraceError
-from sentinel.sidecar import embedded
+from sentinel.sidecar import copies, embedded
 from sentinel.sidecar.counted import counted
 from sentinel.sidecar.door import answer, refusal
 from sentinel.sidecar.hub import MOST_LISTENERS, Event
@@ -55,7 +55,13 @@ def router(service: Service) -> APIRouter:
         def serve(_: bytes) -> tuple[int, Any]:
             now = service.now()
             past = service.past
-            runs = [summary(r, now) | counted(r) | past.tally(r) for r in service.all_runs()]
+            runs = [
+                summary(r, now)
+                | counted(r)
+                | past.tally(r)
+                | {"damaged_snapshots": copies.damaged(r, service.verifier)}
+                for r in service.all_runs()
+            ]
             return 200, {
                 "runs": runs,
                 "trouble": service.store.trouble,
@@ -70,7 +76,14 @@ def router(service: Service) -> APIRouter:
             found = service.run(run)
             await service.past.recall(found)
             about = details(found, service.now()) | service.past.tally(found)
-            return answer(about | {"waiting": waiting(found)})
+            return answer(
+                about
+                | {
+                    "waiting": waiting(found),
+                    "damaged_snapshots": copies.damaged(found, service.verifier),
+                    "snapshots": service.copies(found),
+                }
+            )
 
         return await reading(request, work)
 
@@ -86,8 +99,7 @@ def router(service: Service) -> APIRouter:
                 service.store.series.curves,
                 place,
                 names,
-                _whole(request, "from"),
-                _whole(request, "to"),
+                *_stretch(request),
                 _whole(request, "points") or POINTS,
             )
             return Response(encode({"run": run, **found}), media_type="application/json")
@@ -101,8 +113,7 @@ def router(service: Service) -> APIRouter:
                 service.store.series.layers,
                 service.series_directory(run),
                 request.query_params.get("name", "layer_grad_norm"),
-                _whole(request, "from"),
-                _whole(request, "to"),
+                *_stretch(request),
                 _whole(request, "points") or COLUMNS,
             )
             return Response(encode({"run": run, **found}), media_type="application/json")
@@ -202,6 +213,17 @@ def _plain(data: Any) -> dict[str, Any]:
 
 def _table(row: Any) -> dict[str, Any]:
     return {column.key: getattr(row, column.key) for column in row.__table__.columns}
+
+
+def _stretch(request: Request) -> tuple[int | None, int | None]:
+    """The first and the last step that are asked for; raises QueryError."""
+    first, last = _whole(request, "from"), _whole(request, "to")
+    if first is not None and last is not None and first > last:
+        raise QueryError(
+            f"from must be at most to ({last}), got {first}: both are steps and both are included; "
+            "swap them, or leave one out"
+        )
+    return first, last
 
 
 def _whole(request: Request, name: str) -> int | None:

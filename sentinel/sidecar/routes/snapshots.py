@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from sentinel.sidecar import copies
 from sentinel.sidecar.service import Service
 
 
@@ -21,7 +22,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/v1/runs/{run}/snapshots")
     async def snapshots(run: str, request: Request) -> Response:
         def serve(_: bytes) -> tuple[int, Any]:
-            service.run(run)
+            known = service.run(run)
             found = {} if service.verifier is None else service.verifier.found.get(run, {})
             rows = [
                 {
@@ -36,7 +37,8 @@ def router(service: Service) -> APIRouter:
                 for one in found.values()
             ]
             rows.sort(key=lambda row: (row["step"], row["attempt"], row["name"]), reverse=True)
-            return 200, {"run": run, "seen": bool(rows), "snapshots": rows}
+            why = copies.unseen(known, service.verifier, service.settings)
+            return 200, {"run": run, "seen": bool(rows), "why": why, "snapshots": rows}
 
         return await door.for_people(request, serve)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sentinel.core.types import (
@@ -268,11 +269,12 @@ def test_a_block_that_returns_one_number_is_a_block_like_any_other() -> None:
 
 @dataclasses.dataclass
 class Out:
+    loss: Tensor | None
     hidden: Tensor
 
 
 class Odd(nn.Module):
-    """Its blocks' outputs are of a kind that nobody looks into."""
+    """Its blocks hand on something else than a tensor."""
 
     def __init__(self, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> None:
         super().__init__()
@@ -280,8 +282,8 @@ class Odd(nn.Module):
         self.unwrap = unwrap
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = self.unwrap(block(x))
+        for i, block in enumerate(self.blocks):
+            x = self.unwrap(block(x) if i else block(x=x))
         return x.square().mean()
 
 
@@ -295,14 +297,82 @@ class Wrapping(nn.Module):
         return self.wrap(self.a(x))
 
 
+SCALAR, LONG = torch.tensor(1e6), torch.full((4, 99), 1e6)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap", "picked"),
+    [
+        (lambda x: (SCALAR, x), lambda out: out[1], "[1], of 2 tensors the first of the shape"),
+        (lambda x: [LONG, x], lambda out: out[1], "[1], of 2 tensors the first of the shape"),
+        (
+            lambda x: {"aux": SCALAR, "hidden": x},
+            lambda out: out["hidden"],
+            "['hidden'], of 2 tensors the first of the shape",
+        ),
+        (lambda x: Out(SCALAR, x), lambda out: out.hidden, "['hidden'], of 2 tensors the first"),
+        (lambda x: Out(None, x), lambda out: out.hidden, ""),
+        (lambda x: (torch.arange(4), x), lambda out: out[1], ""),
+        (lambda x: ((x, SCALAR), None), lambda out: out[0][0], "[0, 0], of 2 tensors the first"),
+        (
+            lambda x: (x[:, :7], x[:1, :1] * 1e6),
+            lambda out: F.pad(out[0], (0, 1)),
+            "[0], of 2 tensors the largest",
+        ),
+    ],
+    ids=["tuple", "longer first", "dict", "dataclass", "one", "indices", "nested", "no match"],
+)
+def test_of_what_a_block_puts_out_the_tensor_that_goes_on_is_measured_and_named(
+    wrap: Any, unwrap: Any, picked: str, attached: Any
+) -> None:
+    model = Odd(wrap, unwrap)
+    probe, _ = attached(model)
+    for step in range(3):
+        model(torch.randn(4, 8)).backward()
+        columns = measured(probe, step)
+        assert (columns[LAYER_ACTIVATION_RMS] > 0).sum() == 2
+        assert columns[LAYER_ACTIVATION_ABSMAX].max() < 1e3
+    assert probe.blind_spots() == []
+    if not picked:
+        assert probe.notes() == []
+        return
+    (note,) = probe.notes()
+    assert note.startswith("activations of blocks.0, blocks.1 are those of their output's ")
+    assert picked in note
+
+
+def test_while_it_is_compiled_the_same_tensor_is_taken(attached: Any) -> None:
+    torch._dynamo.reset()
+    model = Odd(lambda x: (x.sum() * 1e6, x), lambda out: out[1])
+    probe, _ = attached(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for step in range(2):
+        compiled(torch.randn(4, 8)).backward()
+        assert measured(probe, step)[LAYER_ACTIVATION_ABSMAX].max() < 1e3
+    assert probe.blind_spots() == []
+
+
+def test_an_output_that_changes_its_form_is_chosen_from_anew(attached: Any) -> None:
+    model = Odd(lambda x: (SCALAR, x), lambda out: out[-1])
+    probe, _ = attached(model)
+    model(torch.randn(4, 8)).backward()
+    assert (measured(probe)[LAYER_ACTIVATION_RMS] > 0).sum() == 2
+    for block in model.blocks:
+        block.wrap = lambda x: (x,)
+    model(torch.randn(4, 8)).backward()
+    assert (measured(probe, 1)[LAYER_ACTIVATION_RMS] > 0).sum() == 2
+    assert probe.notes() == []
+
+
 @pytest.mark.parametrize(
     ("wrap", "unwrap", "kind"),
     [
-        (Out, lambda out: out.hidden, "Out"),
-        (lambda x: ((x, x), None), lambda out: out[0][0], "tuple without a tensor in it"),
+        (lambda x: (((x,), x),), lambda out: out[0][1], ""),
+        (lambda x: (((x,),), None), lambda out: out[0][0][0], "tuple without a tensor in it"),
         (lambda x: torch.complex(x, x), lambda out: out.real, "complex64"),
+        (lambda x: (torch.complex(x, x),), lambda out: out[0].real, "complex64"),
     ],
-    ids=["dataclass", "nested tuple", "complex"],
+    ids=["beside", "nested twice", "complex", "complex in a tuple"],
 )
 def test_a_block_whose_output_is_of_an_unknown_kind_was_seen_and_its_kind_is_said(
     wrap: Any, unwrap: Any, kind: str, attached: Any
@@ -311,9 +381,12 @@ def test_a_block_whose_output_is_of_an_unknown_kind_was_seen_and_its_kind_is_sai
     probe, _ = attached(model)
     for step in range(3):
         model(torch.randn(4, 8)).backward()
-        assert measured(probe, step) == {}
+        assert bool(measured(probe, step)) is not bool(kind)
+    if not kind:
+        assert probe.blind_spots() == []
+        return
     (spot,) = probe.blind_spots()
     assert "blocks.0, blocks.1" in spot.what
     assert kind in spot.what
     assert "compiled" not in spot.what + spot.way_out
-    assert "first item" in spot.way_out
+    assert "dataclass" in spot.way_out

@@ -626,3 +626,73 @@ def test_half_precision_does_not_overflow(watch: Any) -> None:
         found = w.layers()["blocks.0.attn.qkv"]
     assert found == pytest.approx(max(truth(model.blocks[0]["attn"])), rel=1e-3)
     assert found > 1e4
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keys = torch.ones(q.size(0), 1, 1, k.size(2), dtype=torch.bool)
+    keys[..., -2:] = False
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=keys)
+
+
+@pytest.mark.parametrize("bad", ["everything", "the queries", "the keys", "one head"])
+@pytest.mark.parametrize("how", [by_attribute, by_softmax], ids=["fused", "eager"])
+def test_attention_over_nan_alone_is_never_a_number(how: Any, bad: str, watch: Any) -> None:
+    """The fused kernel of the CPU takes rows of nan for masked ones: their log-sum-exp is 0."""
+    torch.manual_seed(0)
+    model = Model(how)
+    w = watch(model)
+    for _ in range(3):  # past the first measurements, which are exact anyhow
+        model(batch()).backward()
+        assert np.isfinite(list(w.layers().values())).all()
+    assert all(place.level == FEW for _, place in w.probe.watched) or how is by_softmax
+    rows = {
+        "everything": slice(None),
+        "the queries": slice(0, WIDTH),
+        "the keys": slice(WIDTH, 2 * WIDTH),
+        "one head": slice(0, WIDTH // HEADS),
+    }[bad]
+    with torch.no_grad():
+        model.blocks[1]["attn"].qkv.bias[rows] = math.nan
+    model(batch()).backward()
+    found = w.layers()
+    assert np.isfinite(found["blocks.0.attn.qkv"])
+    assert np.isnan(found["blocks.1.attn.qkv"]), found
+
+
+def test_under_a_mask_attention_over_nan_is_not_made_up_and_the_next_step_looks_closer(
+    watch: Any,
+) -> None:
+    model = Model(padded)
+    w = watch(model)
+    for _ in range(3):
+        model(batch()).backward()
+        w.column()
+    with torch.no_grad():
+        model.blocks[0]["attn"].qkv.bias.fill_(math.nan)
+    model(batch()).backward()
+    assert not any(np.isfinite(v) for v in w.layers().values())
+    model(batch()).backward()
+    assert np.isnan(w.layers()["blocks.0.attn.qkv"])
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_attention_over_a_single_key_has_its_own_score_even_if_that_is_zero(
+    zeros: bool, watch: Any
+) -> None:
+    torch.manual_seed(0)
+    model = Model(lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :, :1], v[:, :, :1]), 1)
+    if zeros:
+        with torch.no_grad():
+            model.blocks[0]["attn"].qkv.weight[:WIDTH] = 0.0
+            model.blocks[0]["attn"].qkv.bias[:WIDTH] = 0.0
+    w = watch(model)
+    for _ in range(4):
+        model(batch()).backward()
+        (found,) = w.layers().values()
+        q, k = (t.double() for t in model.blocks[0]["attn"].last)
+        true = float((q @ k[:, :, :1].transpose(-1, -2)).max()) / math.sqrt(WIDTH // HEADS)
+        assert found == pytest.approx(true, abs=1e-6)
+    with torch.no_grad():
+        model.blocks[0]["attn"].qkv.bias.fill_(math.nan)
+    model(batch()).backward()
+    assert np.isnan(list(w.layers().values())).all()

@@ -16,6 +16,7 @@ from sentinel.core.types import LAYER_UPDATE_RATIO, LAYER_WEIGHT_NORM
 from sentinel_hooks.guard import Guard
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes.clipping import ClipProbe
+from sentinel_hooks.probes.grads import GradProbe
 from sentinel_hooks.probes.memory import MemoryProbe
 from sentinel_hooks.probes.mixing import MixingProbe
 from sentinel_hooks.probes.pace import PaceProbe
@@ -85,6 +86,64 @@ def test_the_ratio_is_the_norm_of_the_update_over_that_of_the_weights(
                 size = sum(float(b.square().sum()) for b, _ in pairs)
                 expected[name] = (moved / size) ** 0.5
     assert seen == [False, True, False, False, True, False, False, True]
+
+
+class Waves(nn.Module):
+    """Complex weights beside real ones."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.real = nn.Linear(6, 6)
+        self.mix = nn.Linear(6, 6, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(self.real(x).to(self.mix.weight.dtype)).abs().square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_parameters_count_with_their_magnitudes(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Waves(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    table = LayerTable.of([model])
+    probe = UpdateProbe([optimizer], table, every=1)
+    grads = GradProbe([optimizer], table)
+    model(torch.randn(5, 6)).backward()
+    gradient = model.mix.weight.grad
+    assert gradient is not None
+    pending = grads.measure([0])
+    norms = grads.resolve(pending, read(pending.norms, [])[0])
+    assert norms is not None
+    assert norms.layer_sq_L[1] == pytest.approx(float(gradient.abs().square().sum()), rel=1e-5)
+    probe.before_step(0)
+    before = model.mix.weight.detach().clone()
+    optimizer.step()
+    probe.after_step(True)
+    probe.before_step(1)
+    columns = resolve(probe, read(probe.pending(), [])[0])
+    moved = float((model.mix.weight.detach() - before).abs().square().sum()) ** 0.5
+    size = float(before.abs().square().sum()) ** 0.5
+    assert columns[LAYER_UPDATE_RATIO][1] == pytest.approx(moved / size, rel=1e-4)
+    assert columns[LAYER_WEIGHT_NORM][1] == pytest.approx(size, rel=1e-5)
+    assert columns[LAYER_UPDATE_RATIO][0] > 0
+
+
+def test_what_lies_on_the_meta_device_beside_others_has_no_ratio_and_holds_no_memory() -> None:
+    model = net()
+    model.add_module("away", nn.Linear(100, 100, device="meta"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    table = LayerTable.of([model])
+    probe = UpdateProbe([optimizer], table, every=1)
+    model[:4](torch.randn(5, 6)).sum().backward()
+    for step in range(2):
+        probe.before_step(step)
+        columns = resolve(probe, read(probe.pending(), [])[0])
+        probe.after_step(True)
+    assert columns[LAYER_UPDATE_RATIO][[x.name for x in table.layers].index("away")] == NOT_MEASURED
+    memory = MemoryProbe([model], [optimizer], 1)
+    memory.before_step(0)
+    here = sum(p.nbytes for p in model.parameters() if p.device.type != "meta")
+    assert memory.scalars()["memory_bytes/weights"] == here
 
 
 def test_a_step_that_was_held_back_has_no_ratio() -> None:
