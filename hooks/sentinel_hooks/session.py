@@ -144,7 +144,7 @@ class Session:
         self._canary = parts.canary
         self._between = parts.between
         self._voice = parts.voice
-        self._overflows = parts.overflows
+        self._scaler_skips = parts.scaler_skips
         self._late = parts.late
         self._chronicle = parts.chronicle
         self._blind = parts.blind
@@ -293,7 +293,7 @@ class Session:
         observer.forget(bit)
         if newer:  # gradients that no limit was compared with
             self._late.stop("gradients are made between two optimizers' steps")
-        looked_at = newer or self._overflows.each
+        looked_at = newer or self._scaler_skips.each
         if looked_at and not self._plan.hold and self._voice.nonfinite(me):
             self._late_skips += 1
             logger.warning(
@@ -383,7 +383,9 @@ class Session:
         if canary is not None:
             loss = measured.canary_loss if measured is not None else None
             self._guard.run("canary", canary.judged, decision, loss)
-        executed = self._overflows.executed(decision, observation, members, me, left_out=left_out)
+        executed = self._scaler_skips.executed(
+            decision, observation, members, me, left_out=left_out
+        )
         held = executed is not Action.PROCEED
         if held and self._running.before == observation.step:
             self._guard.run("act", self._running.put_back)
@@ -443,7 +445,7 @@ class Session:
             self._council.carried_out(
                 outcome.step, outcome.executed.name, outcome.applied, decision.lr_factor
             )
-        self._overflows.settled(step.observation, outcome)
+        self._scaler_skips.settled(step.observation, outcome)
         self._chronicle.step(step, before, state)
         self._saving.prune()
 
@@ -613,7 +615,7 @@ class Session:
             link=self._link.status(),
             incidents=incidents,
             layer_names=telling.layer_names(incidents, self.layers.layers),
-            scaler_skips=self._overflows.count,
+            scaler_skips=self._scaler_skips.count,
             late_skips=self._late_skips,
             internal_errors=dict(self._guard.counts),
             directory=str(self.directory) if self._chronicle.recorder is not None else "",

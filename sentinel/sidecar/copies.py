@@ -167,7 +167,7 @@ def _warning(row: dict[str, Any], rows: list[dict[str, Any]], run_state: str) ->
     """What a person should know who is about to go back to it; the newest row comes first."""
     if row["disk"] != Copy.DAMAGED:
         return ""
-    said = f"the copy of step {row['step']} on disk is damaged ({row['detail']}). "
+    said = f"the snapshot of step {row['step']} is damaged on disk ({row['detail']}). "
     older = [r for r in rows if r["healthy"] and r["step"] < row["step"]]
     usable = next((r for r in older if r["disk"] != Copy.DAMAGED), None)
     whole = "verified" if usable is not None and usable["disk"] == Copy.SOUND else "not verified"

@@ -100,8 +100,8 @@ def register(line: Line, run: str, layers: int) -> int:
     return messages.decode_message(Registered, data).fence
 
 
-def hand_over(line: Line, run: str, fence: int, trainer: SimulatedTrainer) -> None:
-    state = codec.encode_state(trainer.steps[0].before)
+def hand_over(line: Line, run: str, fence: int, trainer: SimulatedTrainer, since: int = 0) -> None:
+    state = codec.encode_state(trainer.steps[since].before)
     message = HandOver(run=run, incarnation="i", fence=fence, seq=0, state=state)
     line.ask("PUT", f"/v1/runs/{run}/state", messages.encode_message(message))
 
@@ -170,18 +170,18 @@ def one_trainer(process: Any, layers: int, steps: int) -> tuple[str, ...]:
     )
 
 
-def many_trainers(runs: int, layers: int, seconds: int) -> tuple[str, ...]:
-    """`runs` trainers, each with a connection of its own, one report a second."""
-    trainer = trained(layers, seconds + 2)
-    raws = [messages.encode_frame(frame) for frame in frames(trainer.steps)]
+def many_trainers(runs: int, layers: int, seconds: int, since: int) -> tuple[str, ...]:
+    """`runs` trainers, each with a connection of its own, one report a second, from a step on."""
+    trainer = trained(layers, since + seconds + 2)
+    raws = [messages.encode_frame(frame) for frame in frames(trainer.steps[since:])]
     with serving() as process:
         lines, sent = [], []
-        for at in range(runs):
+        for number in range(runs):
             line = Line(process.port)
-            fence = register(line, f"m{at}", layers)
-            hand_over(line, f"m{at}", fence, trainer)
+            fence = register(line, f"m{number}", layers)
+            hand_over(line, f"m{number}", fence, trainer, since)
             lines.append(line)
-            sent.append(bodies(f"m{at}", fence, raws))
+            sent.append(bodies(f"m{number}", fence, raws))
         pid, waits = process.process.pid, []
         for at, line in enumerate(lines):
             line.ask("POST", f"/v1/runs/m{at}/steps", sent[at][0])
@@ -201,7 +201,7 @@ def many_trainers(runs: int, layers: int, seconds: int) -> tuple[str, ...]:
         for line in lines:
             line.close()
     return (
-        f"{runs} at 1/s, {layers} layers x 6",
+        f"{runs} at 1/s, {layers} layers x 6, from step {since}",
         f"{rate:,.0f}",
         f"{share:.0%}",
         *milliseconds(waits),
@@ -310,7 +310,7 @@ def main() -> None:
         rows = [one_trainer(process, layers, 1500) for layers in (0, 200, 2000)]
     print(table(f"One report (closed loop, {machine()})", rows, head))
     head = ("trainers", "reports/s", "of a core", "p50 ms", "p99 ms", "MB")
-    rows = [many_trainers(1000, 200, 10)]
+    rows = [many_trainers(1000, 200, 10, since) for since in (0, 100)]  # warming up, and warm
     print(table(f"Many trainers ({machine()})", rows, head))
     print(
         table(

@@ -74,7 +74,8 @@ def test_a_damaged_snapshot_is_seen_in_every_view_and_what_is_known_of_the_other
     memory = "(not verified: there is no copy on disk: in the trainer's memory only)"
     assert lines[where + 3] == f"                  400   {memory}"
     assert lines[where + 4] == f"  candidates      450   {memory}"
-    (alarm,) = [line for line in lines if line.startswith("  ! the copy of step 300 on disk")]
+    said = "  ! the snapshot of step 300 is damaged on disk"
+    (alarm,) = [line for line in lines if line.startswith(said)]
     assert alarm.endswith("of step 200 (verified); sentinel snapshots r7 --verify")
     assert "1 damaged snapshot\n" in at.say("runs")[1]
     rows = json.loads(at.say("status", "r7", "--json")[1])["snapshots"]
@@ -100,7 +101,7 @@ def test_whoever_orders_a_rollback_to_a_damaged_one_is_told_before_it_is_sent(
     snapshot(at.place.folder, 300)
     at.read()
     order = ("command", "r7", "rollback", *where, "--wait", "0")
-    said = "! the copy of step 400 on disk is damaged (__0_0.distcp"
+    said = "! the snapshot of step 400 is damaged on disk (__0_0.distcp"
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
     status, out = at.say(*order)
     assert (status, out.startswith(said)) == (1, True)

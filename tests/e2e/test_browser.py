@@ -43,14 +43,18 @@ def browser() -> Iterator[Any]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    folder = tmp_path_factory.mktemp("tokens")
+def with_tokens(folder: Path) -> list[str]:
+    """Options of `sentinel serve` for a token of each role."""
     arguments: list[str] = []
     for role, text in (("control", f"ann {CONTROL}"), ("read", READ), ("ingest", INGEST)):
         (folder / role).write_text(text)
         arguments += ["--token-file", f"{role}={folder / role}"]
-    with serving(*arguments) as process:
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    with serving(*with_tokens(tmp_path_factory.mktemp("tokens"))) as process:
         yield process
 
 
@@ -775,6 +779,7 @@ def test_what_was_not_recorded_is_said_and_not_a_bare_dash(
 ) -> None:
     nothing = {
         "ledger": None,
+        "snapshots": [],
         "decision": None,
         "loss": None,
         "grad_norm": None,

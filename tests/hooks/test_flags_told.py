@@ -180,3 +180,39 @@ def test_status_says_that_depth_is_not_judged(tmp_path: Path) -> None:
         model=model, optimizer=optimizer, sidecar=None, run_dir=tmp_path
     ) as session:
         assert "blind spot: depth and residual_gain are not judged" in str(session.status())
+
+
+class Pair(nn.Module):
+    """A block that hands on something beside its hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.mean(), self.lin(x)
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            _, x = block(x)
+        return x
+
+
+def test_status_notes_which_of_several_outputs_is_measured(tmp_path: Path) -> None:
+    model = Pairs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sentinel_hooks.attach(
+        model=model, optimizer=optimizer, sidecar=None, run_dir=tmp_path
+    ) as session:
+        assert session.status().notes == ()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        text = str(session.status())
+    assert "  note: activations of blocks.0, blocks.1, blocks.2 and 1 more are those of" in text
+    assert "their output's [1], of 2 tensors the first of the shape of its input" in text

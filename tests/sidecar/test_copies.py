@@ -175,12 +175,12 @@ def test_a_rollback_to_a_damaged_one_is_given_with_a_warning_that_is_kept(place:
     assert listed["damaged_snapshots"] == 2
     told = place.order(id="a")
     assert told["state"] == "pending"
-    assert "the copy of step 400 on disk is damaged (__0_0.distcp" in told["warning"]
+    assert "the snapshot of step 400 is damaged on disk (__0_0.distcp" in told["warning"]
     # Not to 300, which is damaged as well; and the memory comes before the disk.
     assert told["warning"].endswith("it takes the next older one, of step 200 (verified)")
     assert "If the trainer still holds it in memory, it goes back to that" in told["warning"]
     assert place.order(id="a")["warning"] == told["warning"]  # the same order
-    assert "of step 300 on disk" in place.order(target=300)["warning"]
+    assert "of step 300 is damaged on disk" in place.order(target=300)["warning"]
     assert place.order(target=200)["warning"] == ""
     assert place.order(kind="pause")["warning"] == ""
     lines = [e for e in place.service.people.recent if e.action == "command"]

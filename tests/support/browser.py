@@ -112,4 +112,5 @@ def opened(
     try:
         yield seen
     finally:
+        page.unroute_all(behavior="ignoreErrors")  # an answer that is still under way
         context.close()

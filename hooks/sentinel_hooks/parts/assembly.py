@@ -24,7 +24,6 @@ from sentinel_hooks.ledger_file import Keeper
 from sentinel_hooks.link import Link
 from sentinel_hooks.observe import Observer
 from sentinel_hooks.outlets import Outlets
-from sentinel_hooks.overflows import Overflows
 from sentinel_hooks.parts.agreeing import Alone, Together, Voice
 from sentinel_hooks.parts.between import Between
 from sentinel_hooks.parts.blind_spots import BlindSpots
@@ -37,6 +36,7 @@ from sentinel_hooks.probes.grads import share
 from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.ranks.council import Council
 from sentinel_hooks.saving import Host, Saving
+from sentinel_hooks.scaler_skips import ScalerSkips
 from sentinel_hooks.signals import Signals
 from sentinel_hooks.snapshots import Snapshots
 from sentinel_hooks.snapshots.running import RunningStats
@@ -157,7 +157,7 @@ class Parts:
         )
         self.between = Between(target, self.saving, self.pause, self.guard, council)
         self.voice = self._voice(given, host)
-        self.overflows = Overflows(given.run_id, target, policy, self.voice.nonfinite)
+        self.scaler_skips = ScalerSkips(given.run_id, target, policy, self.voice.nonfinite)
         self.late = LateReads(
             policy,
             target,

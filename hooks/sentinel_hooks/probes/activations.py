@@ -76,6 +76,7 @@ class Block:
     """One watched module, and where its numbers go."""
 
     __slots__ = (
+        "at",
         "count",
         "device",
         "index",
@@ -115,6 +116,7 @@ class Block:
         self.trouble = ""
         self.odd = ""  # what it put out, where that is nothing to measure
         self.path: outputs.Path | None = None  # where in its output the measured tensor stands
+        self.at = -1  # the same, if it is an item of a tuple
         self.picked = ""  # the same in words, of several that it might have been
         self.small = True  # nobody was seen to write into its outputs
         self.lone = False  # the first output since the last step, if small, may wait for the gate
@@ -138,9 +140,17 @@ class _Out:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        x = output if isinstance(output, Tensor) else self._chosen(args, kwargs, output)
-        if x is None:
-            return
+        x = output
+        if not isinstance(x, Tensor):
+            if torch.compiler.is_compiling():
+                x = outputs.traced(output, args, kwargs)
+            else:
+                at = self.block.at  # most blocks put out a tuple, and it is always the same item
+                x = output[at] if type(output) is tuple and -1 < at < len(output) else None
+                if not isinstance(x, Tensor):
+                    x = self._chosen(args, kwargs, output)
+            if x is None:
+                return
         if torch.compiler.is_compiling():
             if not is_exporting():
                 torch.ops.torch_sentinel.activated(self.token, self.slot, x.detach())
@@ -148,8 +158,6 @@ class _Out:
             self.probe.take(self.block, x)
 
     def _chosen(self, args: Any, kwargs: Any, output: Any) -> Tensor | None:
-        if torch.compiler.is_compiling():
-            return outputs.traced(output, args, kwargs)
         block = self.block
         x = None if block.path is None else outputs.at(output, block.path)
         if x is not None:
@@ -163,6 +171,9 @@ class _Out:
             block.trouble = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return None
         block.path = choice.path
+        block.at = -1
+        if isinstance(output, tuple) and len(choice.path) == 1:
+            block.at = int(choice.path[0])
         block.picked = str(choice) if choice.among > 1 else ""
         return choice.tensor
 

@@ -250,8 +250,8 @@ class AttentionProbe(Quiet):
                 lower = upper - np.log(keys)[:, None]
             else:
                 lower, upper = value.reshape(2, -1, heads)
-            void = (upper == 0.0) & (lower < 0.0)  # exact numbers, of which 0 is one, are equal
-            if void.any():
+            if np.count_nonzero(upper) < upper.size:  # a fifth of what all() takes
+                void = (upper == 0.0) & (lower < 0.0)  # exact numbers, which may be 0, are equal
                 lower, upper = np.where(void, np.nan, lower), np.where(void, np.nan, upper)
             least, most = lower.max(1), upper.max(1)
             if most.min() <= NOTHING:  # every score was masked

@@ -118,6 +118,11 @@ def observe(
     y, usual = _logs(column)
     mean, distance = _unpacked(state.mean), _unpacked(state.distance)
     known = np.isfinite(mean)
+    if out is None and usual.all() and known.all():  # nearly always: the same, without the masks
+        away = y - mean
+        distance = distance + RATE * (np.abs(away) - distance)
+        following = BandState(state.seen + 1, _packed(mean + RATE * away), _packed(distance), step)
+        return following, _INSIDE
     away = np.where(usual & known, y - mean, np.float32(0.0))
     adopted = out is not None and state.out_for >= config.patience
     if adopted:
@@ -165,10 +170,15 @@ def _limits(mean: bytes, distance: bytes, width: float, factor: float) -> Float3
 
 
 def _packed(values: npt.NDArray[np.floating]) -> bytes:
-    whole = np.clip(np.rint(values * _SCALE), -(2**15) + 1, 2**15 - 1)
-    return np.where(np.isfinite(values), whole, _UNKNOWN).astype("<i2").tobytes()
+    whole = np.minimum(np.maximum(np.rint(values * _SCALE), -(2**15) + 1), 2**15 - 1)
+    usual = np.isfinite(values)
+    if not usual.all():
+        whole = np.where(usual, whole, _UNKNOWN)
+    return bytes(whole.astype("<i2").data)
 
 
 def _unpacked(data: bytes) -> Float32:
     whole: Int16 = np.frombuffer(data, "<i2")
-    return np.where(whole == _UNKNOWN, np.float32(np.nan), whole / np.float32(_SCALE))
+    values = np.divide(whole, np.float32(_SCALE), dtype=np.float32)
+    unknown = whole == _UNKNOWN
+    return np.where(unknown, np.float32(np.nan), values) if unknown.any() else values

@@ -59,9 +59,8 @@ export class RunView {
         this.loss.element, h("h2", {}, "Gradient norm"), this.norm.element,
         place("hint"), this.recent),
       h("div", { class: "cols" }, this.maps.map(({ box }) => box)), place("unmeasured"),
-      h("div", { class: "cols" },
-        h("section", {}, h("h2", {}, "Snapshots"), place("snapshots")),
-        h("section", {}, h("h2", {}, "Memory"), place("memory"))),
+      h("section", {}, h("h2", {}, "Snapshots"), place("snapshots")),
+      h("section", {}, h("h2", {}, "Memory"), place("memory")),
     );
     replace(this.spots.head, h("h1", {}, name));
     replace(this.spots.hint, h("p", { class: "mute" }, "Drag to zoom; click a mark to open its incident."));
@@ -319,7 +318,7 @@ export class RunView {
     const { ledger, step: now, state } = this.about, { copies } = this;
     for (const one of copies) {
       const key = `copy-${one.step}`, before = this.told.get(key);
-      if (before !== undefined && before !== one.disk && one.disk === "damaged") say(`The copy of step ${step(one.step)} on disk is damaged`);
+      if (before !== undefined && before !== one.disk && one.disk === "damaged") say(`The snapshot of step ${step(one.step)} is damaged on disk`);
       this.told.set(key, one.disk);
     }
     if (!copies.length) {

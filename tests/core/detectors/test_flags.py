@@ -491,3 +491,15 @@ def test_a_setting_out_of_bounds_is_refused_by_name(make: Callable[[], Any], tex
     with pytest.raises(ConfigError) as raised:
         make()
     assert text in str(raised.value)
+
+
+def test_a_band_learns_the_same_whether_or_not_another_layer_was_measured() -> None:
+    config, rng = layer_band.BandConfig(), np.random.default_rng(3)
+    alone = beside = layer_band.BandState()
+    for t in range(100):
+        column = np.exp(rng.normal(0.0, 1.5, 7)).astype(np.float32)
+        alone, _ = layer_band.observe(alone, column, t, config)
+        beside, _ = layer_band.observe(beside, np.append(column, f32([NOT_MEASURED])), t, config)
+        assert beside.mean[:-2] == alone.mean
+        assert beside.distance[:-2] == alone.distance
+        assert (beside.seen, beside.learned) == (alone.seen, alone.learned)

@@ -1,9 +1,9 @@
-"""Overflows: steps that the gradient scaler leaves out by itself are left to it, and counted.
+"""Scaler skips: steps that the gradient scaler leaves out by itself are left to it, and counted.
 
-    overflows = Overflows("r7", target, policy, nonfinite)
-    action = overflows.executed(decision, observation, members, me)      PROCEED: its own doing
-    overflows.settled(observation, outcome)      each step
-    overflows.count                              for status()
+    skips = ScalerSkips("r7", target, policy, nonfinite)
+    action = skips.executed(decision, observation, members, me)      PROCEED: its own doing
+    skips.settled(observation, outcome)      each step
+    skips.count                              for status()
 
 A GradScaler starts with a scale that is too large on purpose and halves it until nothing overflows,
 then doubles it every few thousand steps. These steps are its own doing: they would not have been
@@ -28,7 +28,7 @@ from sentinel_hooks.target import Target
 logger = logging.getLogger(__name__)
 
 
-class Overflows:
+class ScalerSkips:
     """Of one process.
 
     Attributes:
@@ -39,7 +39,7 @@ class Overflows:
     def __init__(
         self, run: str, target: Target, policy: Policy, nonfinite: Callable[[int], bool]
     ) -> None:
-        """Nothing has overflowed.
+        """Nothing was skipped.
 
         Args:
             nonfinite: whether the gradients of this member are not finite, on any rank.
