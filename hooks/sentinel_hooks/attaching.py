@@ -39,12 +39,14 @@ from sentinel_hooks.errors import AttachError, StillHalted
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.ledger_file import Claim, Keeper, claimed_here
 from sentinel_hooks.link import Decide, EmbeddedLink, Link, make_link
+from sentinel_hooks.parts.assembly import Given
+from sentinel_hooks.parts.pausing import PAUSE_FILE
 from sentinel_hooks.probes.together import part_names
 from sentinel_hooks.ranks import meeting
 from sentinel_hooks.ranks.agreement import Agreement, Layout
 from sentinel_hooks.ranks.council import Council
 from sentinel_hooks.ranks.group import Group, LostError
-from sentinel_hooks.session import PAUSE_FILE, Session, is_attached
+from sentinel_hooks.session import Session, is_attached
 from sentinel_hooks.signals import Signals
 from sentinel_hooks.snapshots import Snapshots
 from sentinel_hooks.status import BlindSpot
@@ -205,9 +207,9 @@ def attach(
             record = False
             apart = f"the ranks lost each other while attaching ({error})"
             beginning = _beginning_of_nothing(chosen, directory)
-    session = Session(
-        target,
-        table,
+    given = Given(
+        target=target,
+        layers=table,
         keeper=beginning.keeper,
         run_id=beginning.run,
         run_dir=directory,
@@ -226,6 +228,7 @@ def attach(
         sharers=int(os.environ.get("LOCAL_WORLD_SIZE") or together.world),
         late=reads == "late",
     )
+    session = Session(given)
     if apart:
         session.stand_aside(f"not all ranks are attached: {apart}")
     elif together.world > 1 and group is None:
