@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sentinel.core import engine
-from sentinel.core.catalog import DECISIONS_S
+from sentinel.core.catalog import DECISIONS_S, PROTECTIONS
 from sentinel.core.errors import ProtocolError, SentinelError, StateError
 from sentinel.core.events import Event, Restored, SnapshotTaken
 from sentinel.core.exposition import WindowMax
@@ -100,6 +100,7 @@ MOST_REFUSED = 16  # reasons in one answer; the first says what the others are l
 MOST_REJECTED = 4096
 MOST_EVENTS = 64
 MOST_TEXT = 4096
+MOST_WHY = 500  # letters of a sentence that people are shown
 MOST_KINDS = 256  # different reasons, places or gauges that a trainer counts
 MOST_INFO = 64
 ENDED = ("finished", "halted")
@@ -206,6 +207,8 @@ class Run:
     decided: dict[str, int] = field(default_factory=dict)
     own: dict[str, int] = field(default_factory=dict)  # skipped by rule, when only recording
     counts: Counts = field(default_factory=Counts)
+    said: str = ""  # by its trainer, of the protection since the newest decision; "": as decided
+    said_why: str = ""
     late: int = 0
     handovers: int = 0
     errors: dict[str, int] = field(default_factory=dict)
@@ -402,6 +405,8 @@ class Runs:
         self._is_back(run, now)
         if message.counts is not None:
             run.counts = message.counts
+        known = message.protection in PROTECTIONS  # a newer trainer may have others
+        run.said, run.said_why = (message.protection, message.why[:MOST_WHY]) if known else ("", "")
         if not frames:
             orders = self._pending(run, now)
             return Reply(
@@ -1552,6 +1557,8 @@ def summary(run: Run, now: float) -> dict[str, Any]:
     protection = None if decision is None else str(decision.readings.protection)
     if seen is None:
         protection = "off"  # nobody has measured anything
+    elif decision is not None and run.said:
+        protection = run.said
     return {
         "run": run.name,
         "state": run.run_state,
@@ -1559,6 +1566,7 @@ def summary(run: Run, now: float) -> dict[str, Any]:
         "loss": None if seen is None else seen.loss,
         "grad_norm": None if seen is None else seen.grad_norm,
         "protection": protection,
+        "protection_why": run.said_why,
         "decides": run.decides,
         "reason": run.reason,
         "watched": run.watched,
