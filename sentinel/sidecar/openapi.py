@@ -191,6 +191,8 @@ SCHEMAS: dict[str, Schema] = {
         loss=maybe(NUMBER),
         grad_norm=maybe(NUMBER),
         protection=maybe({"type": "string", "enum": ["armed", "warming", "blind", "off"]}),
+        protection_why=TEXT
+        | {"description": "What its trainer has said of it since its newest step, else empty"},
         decides=TRUTH,
         reason=TEXT,
         watched=TRUTH,

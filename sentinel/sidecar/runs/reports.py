@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from sentinel.core.catalog import PROTECTIONS
 from sentinel.core.errors import ProtocolError, StateError
 from sentinel.sidecar.runs.bounds import check_counts, check_frame
 from sentinel.sidecar.runs.chronicle import Chronicle
@@ -32,6 +33,7 @@ from sentinel.wire.messages import Close, Frame, HandOver, Reply, Steps
 logger = logging.getLogger(__name__)
 
 MOST_REFUSED = 16  # reasons in one answer; the first says what the others are like
+MOST_WHY = 500  # letters of a sentence that people are shown
 
 
 class Reports:
@@ -64,6 +66,8 @@ class Reports:
         self._chronicle.back(run)
         if message.counts is not None:
             run.figures.counts = message.counts
+        known = message.protection in PROTECTIONS  # a newer trainer may have others
+        run.said, run.said_why = (message.protection, message.why[:MOST_WHY]) if known else ("", "")
         if not frames:
             commands, left_s = run.orders.to_tell(now)
             return Reply(

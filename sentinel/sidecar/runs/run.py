@@ -62,6 +62,7 @@ class Run:
         last_report: when the newest frame came.
         last_heard: the newest sign of life: a long step or evaluation sends no frame.
         interval_s: usual time between two reports.
+        said, said_why: by its trainer, of the protection since the newest decision; "": as decided.
         ended: when it was closed or lost.
         refused: incarnations of second writers that were refused.
         silenced: until when, by number and opening step of an incident.
@@ -97,6 +98,8 @@ class Run:
     last_report: float = 0.0
     last_heard: float = 0.0
     interval_s: float | None = None
+    said: str = ""
+    said_why: str = ""
     ended: float | None = None
     refused: list[str] = field(default_factory=list)
     silenced: dict[tuple[int, int], float] = field(default_factory=dict)

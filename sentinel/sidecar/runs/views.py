@@ -24,6 +24,8 @@ def summary(run: Run, now: float) -> dict[str, Any]:
     protection = None if decision is None else str(decision.readings.protection)
     if seen is None:
         protection = "off"  # nobody has measured anything
+    elif decision is not None and run.said:
+        protection = run.said
     return {
         "run": run.name,
         "state": run.run_state,
@@ -31,6 +33,7 @@ def summary(run: Run, now: float) -> dict[str, Any]:
         "loss": None if seen is None else seen.loss,
         "grad_norm": None if seen is None else seen.grad_norm,
         "protection": protection,
+        "protection_why": run.said_why,
         "decides": run.decides,
         "reason": run.reason,
         "watched": run.watched,
