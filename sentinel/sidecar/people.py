@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -31,6 +31,7 @@ from sentinel.core.types import Command, CommandKind, IncidentState
 from sentinel.sidecar.hub import Hub
 from sentinel.sidecar.runs import Order, RefusedError, Run, Runs
 from sentinel.sidecar.security import LOCAL, Caller
+from sentinel.sidecar.store import writes
 from sentinel.sidecar.store.database import Database, StoreError
 from sentinel.sidecar.store.models import NAME, AuditRow, CommandRow, IncidentRow
 
@@ -148,17 +149,7 @@ class People:
             entry.address,
             entry.outcome,
         )
-        row = AuditRow(
-            at=entry.at,
-            actor=entry.actor,
-            role=entry.role,
-            address=entry.address,
-            action=entry.action,
-            run=entry.run,
-            outcome=entry.outcome,
-            detail=entry.detail,
-        )
-        self._database.submit(lambda session: session.add(row))
+        self._database.submit(lambda session: session.add(AuditRow(**asdict(entry))), what="audit")
 
     async def log(self, run: str, limit: int) -> list[Entry]:
         """The newest lines, newest first; of all runs for "".
@@ -182,11 +173,7 @@ class People:
 
     async def written(self) -> bool:
         """Whether what was submitted so far is in the database now."""
-        try:
-            await self._database.run(lambda session: None)
-        except StoreError:
-            return False
-        return not self._database.trouble
+        return await self._database.written()
 
     def _changed(self, run: str, order: Order) -> None:
         command, now = order.command, self._clock()
@@ -214,7 +201,7 @@ class People:
             elif state == "acknowledged":
                 row.acknowledged_at = now
 
-        self._database.submit(write)
+        self._database.submit(write, what="order")
         self._hub.publish(
             "order",
             run,
@@ -314,19 +301,19 @@ class People:
         await self._mark(incident, {"silenced_until": until, "silenced_by": by[:NAME]})
 
     async def _mark(self, incident: Known, values: dict[str, Any]) -> None:
+        now = self._clock()
+
         def write(session: Session) -> None:
-            row = session.scalar(
-                select(IncidentRow).where(
-                    IncidentRow.run == incident.run,
-                    IncidentRow.number == incident.number,
-                    IncidentRow.opened == incident.opened,
+            row = writes.incident_row(session, incident.run, incident.number, incident.opened)
+            if row is None and incident.live is not None:
+                row = writes.save_incident(
+                    session, run=incident.run, incident=incident.live, now=now, since=now
                 )
-            )
-            if row is not None:
+            if row is not None:  # else its retention is over
                 for name, value in values.items():
                     setattr(row, name, value)
 
-        self._database.submit(write)
+        self._database.submit(write, what="note on an incident")
         await self.written()
         told = {"number": incident.number, "opened": incident.opened, **values}
         self._hub.publish("incident_note", incident.run, told)

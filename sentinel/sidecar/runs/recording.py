@@ -202,6 +202,7 @@ class Recording:
                 logger.error("reports cannot be recorded run=%s error=%s", run.name, error)
             run.figures.unwritten = record.refused.count
             return False
+        self._store.keep(run.name)
         if decision is not None and decision.action is not Action.PROCEED:
             source = Source.SIDECAR if flags & DECIDED else Source.TRAINER
             live = not flags & LATE
