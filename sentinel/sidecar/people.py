@@ -169,6 +169,17 @@ class People:
             for r in await self._database.run(find)
         ]
 
+    def with_recent(self, entries: list[Entry], run: str) -> list[Entry]:
+        """Those of the database, and those that it has not got yet, newest first."""
+        known = [(e.at, e.action, e.run, e.outcome, e.actor) for e in entries]
+        waiting = [
+            e
+            for e in reversed(self.recent)
+            if (not run or e.run == run)
+            and (e.at, e.action, e.run, e.outcome, e.actor) not in known
+        ]
+        return sorted([*waiting, *entries], key=lambda e: e.at, reverse=True)
+
     # ---- orders ----------------------------------------------------------------------------
 
     async def written(self) -> bool:
@@ -273,10 +284,18 @@ class People:
                 return incident
         return None
 
-    async def acknowledge(self, incident: Known, by: str) -> str:
-        """Note who has taken it; a latched one is also ended. Returns what happens now."""
+    async def acknowledge(self, incident: Known, by: str) -> tuple[str, bool]:
+        """Note who has taken it; a latched one is also ended.
+
+        Returns:
+            What happens now, and whether the note is in the database already.
+        """
         now = self._clock()
-        await self._mark(incident, {"acknowledged_at": now, "acknowledged_by": by[:NAME]})
+        note = {"acknowledged_at": now, "acknowledged_by": by[:NAME]}
+        recorded = await self._mark(incident, note)
+        return self._prospect(incident, by, now), recorded
+
+    def _prospect(self, incident: Known, by: str, now: float) -> str:
         run, live = self._runs.runs.get(incident.run), incident.live
         if run is None or live is None or live.state is IncidentState.RESOLVED:
             return "noted; it was over already"
@@ -292,15 +311,19 @@ class People:
         self._runs.command(run.name, order, 86_400.0, now)
         return "noted; the trainer ends it with its next step"
 
-    async def silence(self, incident: Known, until: float | None, by: str) -> None:
-        """Nobody is paged about it until then; None ends a silence."""
+    async def silence(self, incident: Known, until: float | None, by: str) -> bool:
+        """Nobody is paged about it until then; None ends a silence.
+
+        Returns:
+            Whether it is in the database already.
+        """
         run = self._runs.runs.get(incident.run)
         key = (incident.number, incident.opened)
         if run is not None:
             _silence(run, key, until, self._clock())
-        await self._mark(incident, {"silenced_until": until, "silenced_by": by[:NAME]})
+        return await self._mark(incident, {"silenced_until": until, "silenced_by": by[:NAME]})
 
-    async def _mark(self, incident: Known, values: dict[str, Any]) -> None:
+    async def _mark(self, incident: Known, values: dict[str, Any]) -> bool:
         now = self._clock()
 
         def write(session: Session) -> None:
@@ -314,9 +337,10 @@ class People:
                     setattr(row, name, value)
 
         self._database.submit(write, what="note on an incident")
-        await self.written()
+        recorded = await self.written()
         told = {"number": incident.number, "opened": incident.opened, **values}
         self._hub.publish("incident_note", incident.run, told)
+        return recorded
 
 
 def _silence(run: Run, key: tuple[int, int], until: float | None, now: float) -> None:

@@ -45,7 +45,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from sentinel.core.errors import ConfigError, SentinelError
-from sentinel.sidecar.store.failures import gone, passes, said
+from sentinel.sidecar.store.failures import gone, passes, read_only, said
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,6 @@ RETRY_S, RETRY_MOST_S = 0.25, 5.0
 CLOSE_S = 10.0  # for what still waits at the end
 BUSY_MS = 5_000
 ANSWER_S = 10.0
-_IN_MEMORY = (None, "", ":memory:")
 MOST_REWRITTEN = 256 * 2**20  # a second or two
 
 T = TypeVar("T")
@@ -100,14 +99,14 @@ class Database:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sentinel-database")
 
     @classmethod
-    def open(cls, url: str) -> Database:
+    def open(cls, url: str, timer: Callable[[], float] = time.perf_counter) -> Database:
         """Connect, and bring the schema up to date.
 
         Raises:
             ConfigError: the URL is none, or a later version has written this database.
             StoreError: it cannot be reached.
         """
-        database = cls(_engine(url))
+        database = cls(_engine(url), timer)
         try:
             # In the thread that will use it: a database in memory is one connection's.
             database._worker.submit(_migrate, database.engine).result()
@@ -320,8 +319,9 @@ class Database:
                 self._keyed.setdefault(write.key, write)
         self._retry_at = self._timer() + self._retry_s
         self._retry_s = min(2.0 * self._retry_s, RETRY_MOST_S)
-        if self.engine.dialect.name == "sqlite" and self.engine.url.database not in _IN_MEMORY:
-            # One that was opened on a read-only disk stays so; another is opened with the next try.
+        if read_only(error):
+            # A connection to SQLite that was opened so stays so: the next try opens another. (One
+            # to a full disk is kept: it can be read from, and there is no room to open another.)
             self.engine.dispose()
 
     def _give_up(self, write: _Write, error: Exception) -> None:

@@ -2,6 +2,7 @@
 
     passes(error)          True: it is the database's (gone, full, locked, read-only): try again
                            False: it is of what was asked (a key twice, too long): never again
+    read_only(error)       the file or its disk is, to SQLite
     gone(error)            nobody answers: whoever asks next need not wait to hear the same
     said(error)            one line, without the statement and its values
 
@@ -29,6 +30,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 _OF_THE_WRITE_SQLITE = frozenset({1, 18, 19, 20, 21, 25})
 # Cardinality, data, constraints, syntax and names, limits of the server, what it does not do.
 _OF_THE_WRITE = ("0A", "21", "22", "23", "42", "54")
+_READONLY_SQLITE = 8
 _FORBIDDEN = "42501"  # a right was taken away: it can be given back
 _CLASSES = (IntegrityError, DataError, ProgrammingError, NotSupportedError)
 
@@ -57,6 +59,12 @@ def gone(error: BaseException) -> bool:
         return False
     state = getattr(error.orig, "sqlstate", None)
     return error.connection_invalidated or (passes(error) and not state)
+
+
+def read_only(error: BaseException) -> bool:
+    """Whether SQLite could not write where it could read."""
+    cause = error.orig if isinstance(error, DBAPIError) else None
+    return getattr(cause, "sqlite_errorcode", 0) & 0xFF == _READONLY_SQLITE
 
 
 def said(error: BaseException) -> str:
