@@ -238,12 +238,13 @@ def test_what_happens_while_it_fails_is_there_after_a_kill_and_after_it_is_well(
 ) -> None:
     place = tmp_path / "data"
     service = started(place, clock)
-    ends = reporting(service, "ends")
+    ends = reporting(service, "ends", 70)
     ends.steps(60)
     service.store.database.sync(lambda session: None)
     with Lock(place / "sentinel.db"):
         new = reporting(service, "new", 40)
         assert new.steps(80).recorded
+        ends.steps(20)
         clock.advance(1.0)
         ends.close()
         assert rows(service, DecisionRow) == []
@@ -258,7 +259,8 @@ def test_what_happens_while_it_fails_is_there_after_a_kill_and_after_it_is_well(
         "new": "running",
         "ends": "finished",
     }
-    assert [row.step for row in rows(killed, DecisionRow)] == [40]
+    acted = {("new", 40), ("ends", 70)}
+    assert {(row.run, row.step) for row in rows(killed, DecisionRow)} == acted
     killed.close()
     well_again(service, monkeypatch)
     assert service.store.trouble == ""
@@ -266,9 +268,11 @@ def test_what_happens_while_it_fails_is_there_after_a_kill_and_after_it_is_well(
         "new": "running",
         "ends": "finished",
     }
-    assert [row.step for row in rows(service, DecisionRow)] == [40]
-    numbers = [incident.number for incident in new.trainer.state.ledger.incidents]
-    assert [row.number for row in rows(service, IncidentRow)] == numbers
+    assert {(row.run, row.step) for row in rows(service, DecisionRow)} == acted
+    for reporter in (new, ends):
+        numbers = [incident.number for incident in reporter.trainer.state.ledger.incidents]
+        found = [row for row in rows(service, IncidentRow) if row.run == reporter.run]
+        assert [row.number for row in found] == numbers
     service.close()
 
 
