@@ -271,8 +271,8 @@ def test_what_happens_while_it_fails_is_there_after_a_kill_and_after_it_is_well(
     assert {(row.run, row.step) for row in rows(service, DecisionRow)} == acted
     for reporter in (new, ends):
         numbers = [incident.number for incident in reporter.trainer.state.ledger.incidents]
-        found = [row for row in rows(service, IncidentRow) if row.run == reporter.run]
-        assert [row.number for row in found] == numbers
+        kept = [row for row in rows(service, IncidentRow) if row.run == reporter.run]
+        assert [row.number for row in kept] == numbers
     service.close()
 
 
