@@ -212,5 +212,8 @@ def _post(options: argparse.Namespace, what: str, body: dict[str, Any]) -> int:
     if options.json:
         print(json.dumps(done, indent=2))
     else:
-        print(f"{words.text(done['incident'])}: {words.text(done['detail'])}")
+        said = f"{words.text(done['incident'])}: {words.text(done['detail'])}"
+        if not done.get("recorded", True):
+            said += " (the sidecar's database fails: this is in its memory only, until it is well)"
+        print(said)
     return 0

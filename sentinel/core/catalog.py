@@ -235,7 +235,16 @@ CATALOG: tuple[MetricSpec, ...] = (
     MetricSpec("sidecar_listeners", _G, "Clients that listen to live events.", per_run=False),
     MetricSpec("sidecar_database_queue", _G, "Writes that wait for the database.", per_run=False),
     MetricSpec(
-        "sidecar_database_errors_total", _C, "Writes that the database refused.", per_run=False
+        "sidecar_database_errors_total",
+        _C,
+        "Failures of the database; each try of a write that waits is one.",
+        per_run=False,
+    ),
+    MetricSpec(
+        "sidecar_database_lost_total",
+        _C,
+        "Writes that were given up: refused for what they are, or no room was left to wait.",
+        per_run=False,
     ),
     MetricSpec("sidecar_store_trouble", _G, "1 while a disk or the database fails.", per_run=False),
     MetricSpec(

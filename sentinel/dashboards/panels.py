@@ -526,6 +526,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     Query(_its_sidecar("sidecar_store_trouble"), "trouble", RED),
                     Query(_its_sidecar("sidecar_database_queue"), "waiting for the database"),
                     Query(_its_sidecar("sidecar_database_errors_total"), "database errors"),
+                    Query(_its_sidecar("sidecar_database_lost_total"), "writes given up"),
                     Query(_its_sidecar("sidecar_lost_records_total"), "reports that no disk took"),
                 ),
                 runbook="sentinelrecordtrouble",

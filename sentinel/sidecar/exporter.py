@@ -391,6 +391,7 @@ SIDECAR: dict[str, SidecarSource] = {
     "sidecar_listeners": lambda service, now: one(len(service.hub.listeners)),
     "sidecar_database_queue": lambda service, now: one(service.store.database.waiting),
     "sidecar_database_errors_total": lambda service, now: one(service.store.database.failed),
+    "sidecar_database_lost_total": lambda service, now: one(service.store.database.dropped),
     "sidecar_store_trouble": lambda service, now: one(bool(service.store.trouble)),
     "sidecar_store_bytes": lambda service, now: one(service.store.bytes),
     "sidecar_lost_records_total": lambda service, now: one(service.store.lost_records),

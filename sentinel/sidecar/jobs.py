@@ -142,8 +142,14 @@ class Jobs:
                 run.saved_at = run.last_heard
                 last_step = None if run.observation is None else run.observation.step
                 heard.append((run.name, run.last_heard, last_step))
-        self._service.store.save_heard(heard)
-        self._service.store.probe()
+        store = self._service.store
+        store.save_heard(heard)
+        for name in store.take_rowless():
+            unknown = self._service.runs.runs.get(name)
+            if unknown is not None:
+                logger.warning("a run had no row in the database, it is written again run=%s", name)
+                self._service.runs.save(unknown)
+        store.probe()
 
     async def retain(self) -> None:
         """Old series make room; so do those of runs that are over, when there is too much.

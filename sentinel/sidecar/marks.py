@@ -7,7 +7,8 @@
 
 Each mark once, also over a restart and after Grafana was away for days: the row of a mark lies in
 the database from its decision on, and goes when Grafana has it. Whoever brings one again says so,
-and the writer looks first whether it is there. A database that fails loses marks, nothing else.
+and the writer looks first whether it is there. What waits for a database that fails goes with a
+process that is killed: marks, nothing else.
 
 Threads: the event loop's; the writer's thread only calls Store.marked.
 """

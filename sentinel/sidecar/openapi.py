@@ -562,7 +562,12 @@ def _paths() -> dict[str, dict[str, Schema]]:
         "/v1/incidents/{incident}/ack": {
             "post": _operation(
                 "Acknowledge an incident",
-                table(("incident", "acknowledged_by"), incident=TEXT, acknowledged_by=TEXT),
+                table(
+                    ("incident", "acknowledged_by", "recorded"),
+                    incident=TEXT,
+                    acknowledged_by=TEXT,
+                    recorded=TRUTH,
+                ),
                 parameters=(_INCIDENT,),
                 body=strict(by=TEXT),
                 required=False,
@@ -571,7 +576,12 @@ def _paths() -> dict[str, dict[str, Schema]]:
         "/v1/incidents/{incident}/silence": {
             "post": _operation(
                 "Nobody is paged about it for a while",
-                table(("incident", "silenced_until"), incident=TEXT, silenced_until=maybe(TIME)),
+                table(
+                    ("incident", "silenced_until", "recorded"),
+                    incident=TEXT,
+                    silenced_until=maybe(TIME),
+                    recorded=TRUTH,
+                ),
                 parameters=(_INCIDENT,),
                 body=strict(
                     ("for_s",),

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -32,6 +32,7 @@ from sentinel.core.types import Command, CommandKind, IncidentState
 from sentinel.sidecar.hub import Hub
 from sentinel.sidecar.runs import Order, RefusedError, Run, Runs
 from sentinel.sidecar.security import LOCAL, Caller
+from sentinel.sidecar.store import writes
 from sentinel.sidecar.store.database import Database, StoreError
 from sentinel.sidecar.store.models import NAME, AuditRow, CommandRow, IncidentRow
 from sentinel.sidecar.verify import Checked, Result
@@ -172,17 +173,7 @@ class People:
             entry.address,
             entry.outcome,
         )
-        row = AuditRow(
-            at=entry.at,
-            actor=entry.actor,
-            role=entry.role,
-            address=entry.address,
-            action=entry.action,
-            run=entry.run,
-            outcome=entry.outcome,
-            detail=entry.detail,
-        )
-        self._database.submit(lambda session: session.add(row))
+        self._database.submit(lambda session: session.add(AuditRow(**asdict(entry))), what="audit")
 
     async def log(self, run: str, limit: int) -> list[Entry]:
         """The newest lines, newest first; of all runs for "".
@@ -202,15 +193,22 @@ class People:
             for r in await self._database.run(find)
         ]
 
+    def with_recent(self, entries: list[Entry], run: str) -> list[Entry]:
+        """Those of the database, and those that it has not got yet, newest first."""
+        known = [(e.at, e.action, e.run, e.outcome, e.actor) for e in entries]
+        waiting = [
+            e
+            for e in reversed(self.recent)
+            if (not run or e.run == run)
+            and (e.at, e.action, e.run, e.outcome, e.actor) not in known
+        ]
+        return sorted([*waiting, *entries], key=lambda e: e.at, reverse=True)
+
     # ---- orders ----------------------------------------------------------------------------
 
     async def written(self) -> bool:
         """Whether what was submitted so far is in the database now."""
-        try:
-            await self._database.run(lambda session: None)
-        except StoreError:
-            return False
-        return not self._database.trouble
+        return await self._database.written()
 
     def _changed(self, run: str, order: Order) -> None:
         command, now = order.command, self._clock()
@@ -238,7 +236,7 @@ class People:
             elif state == "acknowledged":
                 row.acknowledged_at = now
 
-        self._database.submit(write)
+        self._database.submit(write, what="order")
         self._hub.publish(
             "order",
             run,
@@ -310,10 +308,18 @@ class People:
                 return incident
         return None
 
-    async def acknowledge(self, incident: Known, by: str) -> str:
-        """Note who has taken it; a latched one is also ended. Returns what happens now."""
+    async def acknowledge(self, incident: Known, by: str) -> tuple[str, bool]:
+        """Note who has taken it; a latched one is also ended.
+
+        Returns:
+            What happens now, and whether the note is in the database already.
+        """
         now = self._clock()
-        await self._mark(incident, {"acknowledged_at": now, "acknowledged_by": by[:NAME]})
+        note = {"acknowledged_at": now, "acknowledged_by": by[:NAME]}
+        recorded = await self._mark(incident, note)
+        return self._prospect(incident, by, now), recorded
+
+    def _prospect(self, incident: Known, by: str, now: float) -> str:
         run, live = self._runs.runs.get(incident.run), incident.live
         if run is None or live is None or live.state is IncidentState.RESOLVED:
             return "noted; it was over already"
@@ -329,31 +335,36 @@ class People:
         self._runs.command(run.name, order, 86_400.0, now)
         return "noted; the trainer ends it with its next step"
 
-    async def silence(self, incident: Known, until: float | None, by: str) -> None:
-        """Nobody is paged about it until then; None ends a silence."""
+    async def silence(self, incident: Known, until: float | None, by: str) -> bool:
+        """Nobody is paged about it until then; None ends a silence.
+
+        Returns:
+            Whether it is in the database already.
+        """
         run = self._runs.runs.get(incident.run)
         key = (incident.number, incident.opened)
         if run is not None:
             _silence(run, key, until, self._clock())
-        await self._mark(incident, {"silenced_until": until, "silenced_by": by[:NAME]})
+        return await self._mark(incident, {"silenced_until": until, "silenced_by": by[:NAME]})
 
-    async def _mark(self, incident: Known, values: dict[str, Any]) -> None:
+    async def _mark(self, incident: Known, values: dict[str, Any]) -> bool:
+        now = self._clock()
+
         def write(session: Session) -> None:
-            row = session.scalar(
-                select(IncidentRow).where(
-                    IncidentRow.run == incident.run,
-                    IncidentRow.number == incident.number,
-                    IncidentRow.opened == incident.opened,
+            row = writes.incident_row(session, incident.run, incident.number, incident.opened)
+            if row is None and incident.live is not None:
+                row = writes.save_incident(
+                    session, run=incident.run, incident=incident.live, now=now, since=now
                 )
-            )
-            if row is not None:
+            if row is not None:  # else its retention is over
                 for name, value in values.items():
                     setattr(row, name, value)
 
-        self._database.submit(write)
-        await self.written()
+        self._database.submit(write, what="note on an incident")
+        recorded = await self.written()
         told = {"number": incident.number, "opened": incident.opened, **values}
         self._hub.publish("incident_note", incident.run, told)
+        return recorded
 
 
 def _silence(run: Run, key: tuple[int, int], until: float | None, now: float) -> None:

@@ -10,7 +10,11 @@ tells the newest step, its ledger what was done, HALTED that it was halted. Noth
 and no lock is taken. Whether it runs is judged by its files: a trace that was closed is over, one
 that was written to a short while ago is running, any other is lost.
 
-A folder is a trainer's run_dir, which holds runs, or one run's own directory.
+A folder is a trainer's run_dir, which holds runs, or one run's own directory. Whatever looks like a
+run and cannot be read is in `trouble`, with the reason; a folder that cannot be listed too. A run
+that was begun a moment ago may have nothing in it yet.
+
+Units:  `now` in Unix seconds.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 MOST_RUNS = 1000
 MOST_TOLD = 100  # runs that are not shown
+BEGUN_S = 10.0  # a trace is opened and its first record written well within
 UNFIT = (
     "its id cannot be shown here; an id of 1 to 128 letters, digits and ._:@+- that starts with a "
     "letter or digit can"
@@ -73,7 +78,7 @@ class Watched:
     async def look(self, now: float) -> None:
         """See what is new."""
         known = dict(self._seen)
-        seen, places, trouble = await asyncio.to_thread(_look, self._settings.watch, known)
+        seen, places, trouble = await asyncio.to_thread(_look, self._settings.watch, known, now)
         for name, why in trouble.items():
             if self.trouble.get(name) != why:
                 logger.warning("a watched run is not shown run=%s why=%s", name, why)
@@ -120,41 +125,75 @@ class Watched:
 
 
 def _look(
-    folders: tuple[Path, ...], known: dict[str, _Seen]
+    folders: tuple[Path, ...], known: dict[str, _Seen], now: float
 ) -> tuple[dict[str, _Seen], dict[str, Path], dict[str, str]]:
     """All runs below the folders; those that have not changed are not read again."""
     seen: dict[str, _Seen] = {}
     places: dict[str, Path] = {}
     trouble: dict[str, str] = {}
     for folder in folders:
-        for directory in _runs_in(folder):
+        try:
+            directories = _runs_in(folder)
+        except OSError as error:
+            trouble[_told(str(folder))] = f"this folder cannot be read: {error}"
+            continue
+        for directory in directories:
             name = directory.name
             if name in seen:
                 continue
             unfit = not messages.RUN_NAME.fullmatch(name)
             if unfit or len(seen) >= MOST_RUNS:
                 # A run, and no folder of something else; a list without end would tell nothing.
-                if len(trouble) < MOST_TOLD and list_incarnations(directory):
-                    told = os.fsencode(name).decode("utf-8", "backslashreplace")
-                    trouble[told] = UNFIT if unfit else f"{MOST_RUNS} runs are shown already"
+                if len(trouble) < MOST_TOLD and _is_run(directory):
+                    why = UNFIT if unfit else f"{MOST_RUNS} runs are shown already"
+                    trouble[_told(name)] = why
                 continue
             try:
                 found = _read(directory, known.get(name))
+                why = "" if found is not None else _unread(directory, now)
             except (SentinelError, OSError) as error:
-                trouble[name] = str(error)
-                continue
+                found, why = None, str(error)
             if found is not None:
                 seen[name], places[name] = found, directory
+            elif why and len(trouble) < MOST_TOLD:
+                trouble[name] = why
     return seen, places, trouble
 
 
+def _told(name: str) -> str:
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
 def _runs_in(folder: Path) -> list[Path]:
+    """Runs, and what else is there; raises OSError unless it is only not there yet."""
     if list_incarnations(folder):
         return [folder.absolute()]
     try:
         return sorted(Path(entry.path) for entry in os.scandir(folder) if entry.is_dir())
-    except OSError:
+    except FileNotFoundError:
         return []
+
+
+def _is_run(directory: Path) -> bool:
+    try:
+        return bool(list_incarnations(directory))
+    except OSError:
+        return False
+
+
+def _unread(directory: Path, now: float) -> str:
+    """Why a directory in which no run was found is not shown; "" where there is none to show.
+
+    Raises:
+        OSError: it cannot be listed.
+    """
+    os.scandir(directory).close()
+    paths = [p for place in list_incarnations(directory) for _, p in list_segments(place, SCALARS)]
+    if not paths or now - max(path.stat().st_mtime for path in paths) <= BEGUN_S:
+        return ""
+    damage = read_segment(paths[-1]).damage
+    what = "there is no step in it" if damage is None else f"damaged: {damage.reason}"
+    return f"no file of its trace can be read; the newest, {paths[-1]}, holds no beginning ({what})"
 
 
 def _read(directory: Path, known: _Seen | None) -> _Seen | None:

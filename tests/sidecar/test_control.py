@@ -312,7 +312,7 @@ class TestOrders:
                 known.mirror.state = State(ledger=Ledger(incidents=(incident,)))
                 known.run_state = state
                 found = Known("r", 1, 1, None, incident, incident.key)
-                assert await service.people.acknowledge(found, "ada") == f"noted; {said}"
+                assert await service.people.acknowledge(found, "ada") == (f"noted; {said}", True)
 
         run(test)
 

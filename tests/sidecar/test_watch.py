@@ -213,3 +213,55 @@ def test_a_run_that_cannot_be_shown_is_said_once_in_the_log_and_in_the_list(
     assert list(listed["not_shown"]) == ["ä b"]
     assert "its id cannot be shown here" in listed["not_shown"]["ä b"]
     app.state.service.close()
+
+
+@pytest.mark.parametrize("what", ["of something else", "of zero bytes", "cut off in the header"])
+def test_a_run_of_which_nothing_can_be_read_is_said(
+    folder: Path, clock: FakeClock, what: str
+) -> None:
+    embedded(folder, "good", steps=20)
+    embedded(folder, "bad", steps=20)
+    for path in (folder / "bad").rglob("*.seg"):
+        whole = path.read_bytes()
+        path.write_bytes(
+            {
+                "of something else": bytes(range(1, 200)),
+                "of zero bytes": b"",
+                "cut off in the header": whole[:30],
+            }[what]
+        )
+        os.utime(path, (clock.now - 60.0, clock.now - 60.0))
+    service = watching(folder, clock)
+    look(service)
+    assert [run.name for run in service.all_runs()] == ["good"]
+    assert "no file of its trace can be read" in service.watched.trouble["bad"]
+    service.close()
+
+
+def test_a_run_that_begins_just_now_is_no_trouble_yet(folder: Path, clock: FakeClock) -> None:
+    place = folder / "new" / "0000-life"
+    place.mkdir(parents=True)
+    (place / "scalars-00000.seg").write_bytes(b"")
+    os.utime(place / "scalars-00000.seg", (clock.now, clock.now))
+    service = watching(folder, clock)
+    look(service)
+    assert service.watched.trouble == {}
+    clock.advance(60.0)
+    look(service)
+    assert "new" in service.watched.trouble
+    service.close()
+
+
+def test_a_folder_that_cannot_be_listed_is_said_and_hides_no_other(
+    folder: Path, clock: FakeClock
+) -> None:
+    embedded(folder, "good", steps=20)
+    (folder.parent / "file").write_text("no folder")
+    settings = Settings(watch=(folder.parent / "file", folder.parent / "none yet", folder))
+    service = Service(settings, clock=clock, timer=lambda: 0.0)
+    look(service)
+    assert [run.name for run in service.all_runs()] == ["good"]
+    (told,) = service.watched.trouble.items()
+    assert told[0] == str(folder.parent / "file")
+    assert "cannot be read" in told[1]
+    service.close()

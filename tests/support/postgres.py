@@ -1,6 +1,7 @@
 """A real PostgreSQL server for tests, in a directory of its own.
 
     with postgres() as url: ...
+    with server() as one: one.url, one.stop(), one.start()
 
 The server refuses to run as root: started by root it runs as user `postgres` (or `nobody`).
 """
@@ -14,8 +15,9 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support import require
@@ -30,9 +32,25 @@ def binaries() -> Path | None:
     return None if there is None else Path(there).parent
 
 
+@dataclass(frozen=True)
+class Server:
+    """One that can go away and come back."""
+
+    url: str
+    stop: Callable[[], None]
+    start: Callable[[], None]
+
+
 @contextmanager
 def postgres() -> Iterator[str]:
     """A server on a free port; its URL."""
+    with server() as one:
+        yield one.url
+
+
+@contextmanager
+def server() -> Iterator[Server]:
+    """A server on a free port."""
     place = binaries()
     require(place, "PostgreSQL (apt-get install postgresql)")
     assert place is not None
@@ -49,11 +67,17 @@ def postgres() -> Iterator[str]:
         options = f"-c listen_addresses=127.0.0.1 -p {port} -k {folder} -c fsync=off"
         log = str(folder / "log")
         start = [str(place / "pg_ctl"), "-D", str(data), "-l", log, "-w", "-o", options]
+        stop = [*as_user, str(place / "pg_ctl"), "-D", str(data), "-m", "immediate", "stop"]
         _call([*as_user, *start, "start"])
         try:
-            yield f"postgresql://sentinel@127.0.0.1:{port}/postgres"
+            yield Server(
+                f"postgresql://sentinel@127.0.0.1:{port}/postgres",
+                stop=lambda: _call(stop),
+                start=lambda: _call([*as_user, *start, "start"]),
+            )
         finally:
-            _call([*as_user, str(place / "pg_ctl"), "-D", str(data), "-m", "immediate", "stop"])
+            if (data / "postmaster.pid").exists():
+                _call(stop)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -160,8 +160,13 @@ def router(service: Service) -> APIRouter:
             service.refuse_watched(incident.rpartition(":")[0])
             found = await people.incident(incident)
             told |= {"incident": found.name, "run": found.run}
-            what = await people.acknowledge(found, by)
-            return 200, {"incident": found.name, "acknowledged_by": by, "detail": what}
+            what, recorded = await people.acknowledge(found, by)
+            return 200, {
+                "incident": found.name,
+                "acknowledged_by": by,
+                "recorded": recorded,
+                "detail": what,
+            }
 
         return await ordered(request, "ack", "", serve)
 
@@ -180,11 +185,12 @@ def router(service: Service) -> APIRouter:
             found = await people.incident(incident)
             told |= {"incident": found.name, "run": found.run}
             until = service.now() + asked.for_s if asked.for_s else None
-            await people.silence(found, until, by)
+            recorded = await people.silence(found, until, by)
             return 200, {
                 "incident": found.name,
                 "silenced_until": until,
                 "silenced_by": by,
+                "recorded": recorded,
                 "detail": "nobody is paged about it; sentinel goes on acting"
                 if until
                 else "the silence is over",
@@ -201,9 +207,12 @@ def router(service: Service) -> APIRouter:
             trouble = service.store.start_trouble  # an empty database stands in then
             try:
                 entries = await people.log(run, int(limit))
+                trouble = trouble or service.store.database.trouble
             except StoreError as error:
                 trouble = str(error)
-                entries = [e for e in reversed(people.recent) if not run or e.run == run]
+                entries = []
+            if trouble:  # what is in memory waits to be written
+                entries = people.with_recent(entries, run)
         except (RefusedError, ProtocolError) as error:
             return refusal(error)
         return answer({"audit": entries[: int(limit)], "trouble": trouble})

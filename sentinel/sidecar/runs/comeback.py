@@ -67,7 +67,7 @@ class Comeback:
                 logger.warning("an earlier run cannot be read run=%s error=%s", row.name, error)
                 continue
             found.append(run)
-            if run.run_state == "running":
+            if run.run_state == "running" or run.name in self._store.taken_up:
                 self._reconcile(run)
         troubled = [run for run in found if run.run_state in ("lost", "halted")]
         for run in sorted(troubled, key=lambda r: r.last_heard)[-SHOWN_AT_ONCE:]:

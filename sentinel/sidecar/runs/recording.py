@@ -181,7 +181,7 @@ class Recording:
         skipped: bool = False,
     ) -> bool:
         """Put a report on disk; False when the disk fails."""
-        self.outcomes(run, frame.moves, now)
+        self.outcomes(run, frame.moves, now, of=frame.seq - 1)
         events = [codec.encode(move) for move in frame.moves if not isinstance(move, WireOutcome)]
         executed = None if decision is None else decision.action
         record = self._record_of(run)
@@ -202,6 +202,7 @@ class Recording:
                 logger.error("reports cannot be recorded run=%s error=%s", run.name, error)
             run.figures.unwritten = record.refused.count
             return False
+        self._store.keep(run.name)
         if decision is not None and decision.action is not Action.PROCEED:
             source = Source.SIDECAR if flags & DECIDED else Source.TRAINER
             live = not flags & LATE
@@ -210,8 +211,20 @@ class Recording:
 
     # ---- what was done -------------------------------------------------------------
 
-    def outcomes(self, run: Run, moves: Iterable[Move], now: float) -> None:
-        """Correct the record where something else was done than was decided."""
+    def outcomes(self, run: Run, moves: Iterable[Move], now: float, of: int | None = None) -> None:
+        """Correct the record where something else was done than was decided.
+
+        Args:
+            of: the report that they are of, if that is known.
+        """
+        kept = run.kept
+        # Then no action of it was written down: on a full disk there is nothing to take back.
+        unwritten = (
+            of is not None
+            and of not in kept.seen
+            and kept.record is not None
+            and of in kept.record.refused
+        )
         for move in moves:
             if not isinstance(move, WireOutcome):
                 continue
@@ -223,7 +236,8 @@ class Recording:
             if not corrected:
                 continue
             if move.executed is Action.PROCEED:
-                self._chronicle.undone(run, move.step)
+                if not unwritten:
+                    self._chronicle.undone(run, move.step)
                 continue
             theirs, mirror = run.kept.theirs, run.mirror
             own = None if theirs is None else codec.core_decision(theirs)

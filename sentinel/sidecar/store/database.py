@@ -1,18 +1,24 @@
 """The database: SQLite beside the series, or a PostgreSQL server by URL.
 
-    database = Database.open("sqlite:////var/lib/sentinel/sentinel.db", timer=...)
+    database = Database.open("sqlite:////var/lib/sentinel/sentinel.db")
     await database.run(lambda session: session.get(RunRow, "r7"))
-    database.submit(lambda session: session.merge(row))          in order, nobody waits
+    database.submit(lambda session: session.merge(row), what="run")     in order, nobody waits
     database.trouble                                             "" or what fails now
+    database.probe()                                             now and then: what waits goes on
 
 One worker thread owns the connection, so that a slow disk or server never stalls a decision:
-`submit` queues, `run` waits without holding the loop up, `sync` is for start and tests. What is
-queued when the process dies is lost; whatever must not be lost is on disk in the series first, or
-awaited before it is promised (orders of people).
+`submit` queues, `run` waits without holding the loop up, `sync` is for start and tests.
+
+While the database fails (a server that is gone, a disk that is full), what was submitted waits, in
+order, MOST_QUEUED at most, and is tried again: with any later call and each probe, but not before a
+backoff of RETRY_S to RETRY_MOST_S is over. So `work` may be called several times and must make what
+it adds anew each time. A write that can never succeed is given up: it would hold up all others.
+failures.py tells the two apart. What waits when the process dies is lost; whatever must not be lost
+is on disk first (series, run.json), or awaited before it is promised (orders of people).
 
 Schema:  Alembic's migrations run when it opens; a database of a later version is refused.
-Errors:  run() and sync() raise StoreError; submit() counts in `failed` and keeps the last error in
-         `trouble` until a later write succeeds.
+Errors:  run() and sync() raise StoreError; submit() counts failures in `failed`, what is given up
+         in `dropped`, and `trouble` says what fails until nothing waits any more.
 """
 
 from __future__ import annotations
@@ -21,57 +27,86 @@ import asyncio
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from alembic import command
 from alembic.config import Config
 from alembic.util.exc import CommandError
-from sqlalchemy import Engine, create_engine, event
+from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from sentinel.core.errors import ConfigError, SentinelError
+from sentinel.sidecar.store.failures import gone, passes, read_only, said
 
 logger = logging.getLogger(__name__)
 
 MOST_QUEUED = 10_000
+RETRY_S, RETRY_MOST_S = 0.25, 5.0
+CLOSE_S = 10.0  # for what still waits at the end
 BUSY_MS = 5_000
 ANSWER_S = 10.0
 MOST_REWRITTEN = 256 * 2**20  # a second or two
 
 T = TypeVar("T")
+Work = Callable[[Session], object]
 
 
 class StoreError(SentinelError, OSError):
     """The database does not do what it was asked."""
 
 
-class Database:
-    """See the module docstring."""
+@dataclass(slots=True, eq=False)
+class _Write:
+    """One that waits; `what` it is of, for the log."""
 
-    def __init__(self, engine: Engine) -> None:
+    work: Work
+    what: str
+    key: Hashable
+
+
+class Database:
+    """See the module docstring.
+
+    Attributes:
+        failed: failures, each try of a write that waits among them.
+        dropped: writes that were given up: refused for what they are, no room to wait, or still
+            waiting at the end.
+    """
+
+    def __init__(self, engine: Engine, timer: Callable[[], float] = time.perf_counter) -> None:
         self.engine = engine
-        self.trouble = ""
         self.failed = 0
         self.dropped = 0
-        self._waiting = 0
+        self._timer = timer
+        self._writes: deque[_Write] = deque()  # the first may be under way
+        self._keyed: dict[Hashable, _Write] = {}  # those that a newer one may take the place of
+        self._stuck = ""  # why they wait
+        self._failing = ""  # what the newest call has heard
+        self._retry_s, self._retry_at = RETRY_S, 0.0
+        self._began: float | None = None  # of what is under way
+        self._until: float | None = None  # the end
         self._closed = False
         self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sentinel-database")
 
     @classmethod
-    def open(cls, url: str) -> Database:
+    def open(cls, url: str, timer: Callable[[], float] = time.perf_counter) -> Database:
         """Connect, and bring the schema up to date.
 
         Raises:
             ConfigError: the URL is none, or a later version has written this database.
             StoreError: it cannot be reached.
         """
-        database = cls(_engine(url))
+        database = cls(_engine(url), timer)
         try:
             # In the thread that will use it: a database in memory is one connection's.
             database._worker.submit(_migrate, database.engine).result()
@@ -83,24 +118,52 @@ class Database:
             ) from error
         except (SQLAlchemyError, OSError) as error:
             database.close()
-            raise StoreError(f"database {_shown(url)} cannot be opened: {_said(error)}") from error
+            raise StoreError(f"database {_shown(url)} cannot be opened: {said(error)}") from error
         return database
 
-    def submit(self, work: Callable[[Session], object]) -> None:
-        """Do it later, in order; nobody waits. With too much waiting it is dropped and counted."""
+    def submit(
+        self,
+        work: Work,
+        *,
+        what: str = "write",
+        key: Hashable = None,
+        join: Callable[[Work, Work], Work] | None = None,
+    ) -> None:
+        """Do it later, in order; nobody waits. With too much waiting it is dropped and counted.
+
+        Args:
+            what: names it in the log.
+            key: one of the same key that still waits is not needed any more: this takes its place.
+            join: makes one of the two.
+        """
         with self._lock:
             if self._closed:
                 self.dropped += 1
+                logger.warning("a write came after the end and is lost what=%s", what)
                 return
-            if self._waiting >= MOST_QUEUED:
+            waits = None if key is None else self._keyed.get(key)
+            if waits is not None:
+                waits.work = work if join is None else join(waits.work, work)
+            elif len(self._writes) >= MOST_QUEUED:
                 self.dropped += 1
-                self.trouble = f"{MOST_QUEUED} writes are waiting for the database"
+                if self.dropped == 1 or self.dropped % MOST_QUEUED == 0:
+                    logger.error(
+                        "writes are lost, too many wait for the database waiting=%s lost=%s "
+                        "newest=%s",
+                        len(self._writes),
+                        self.dropped,
+                        what,
+                    )
                 return
-            self._waiting += 1
-        self._worker.submit(self._later, work)
+            else:
+                write = _Write(work, what, key)
+                self._writes.append(write)
+                if key is not None:
+                    self._keyed[key] = write
+            self._worker.submit(self._drain)
 
     async def run(self, work: Callable[[Session], T]) -> T:
-        """Do it, after all that was submitted before; raises StoreError."""
+        """Do it, after all that was submitted before and can be done now; raises StoreError."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(self._call(work)), ANSWER_S)
         except TimeoutError as error:
@@ -110,49 +173,167 @@ class Database:
         """The same for who may wait; raises StoreError."""
         return self._call(work).result()
 
+    async def written(self) -> bool:
+        """Whether all that was submitted is in the database now."""
+        with self._lock:
+            if self._closed:
+                return False
+            answer = self._worker.submit(self._settled)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(answer), ANSWER_S)
+        except TimeoutError:
+            return False
+
+    def probe(self) -> None:
+        """See whether it answers again, and go on with what waits; nobody waits for that."""
+        with self._lock:
+            if not self._closed:
+                self._worker.submit(self._look)
+
     @property
     def waiting(self) -> int:
         """Writes in the queue."""
-        return self._waiting
+        return len(self._writes)
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong, in one line; "" when nothing is."""
+        waiting = len(self._writes)
+        if self._stuck and waiting:
+            return f"{self._stuck} ({waiting} writes are waiting)"
+        if waiting >= MOST_QUEUED:
+            return f"{waiting} writes are waiting for the database"
+        began = self._began
+        if began is not None and self._timer() - began > ANSWER_S:
+            return f"it has not answered for {self._timer() - began:.0f} s"
+        return self._failing
 
     def close(self) -> None:
-        """Finish what is queued and let go; a second call does nothing."""
+        """Try what waits once more, for CLOSE_S, and let go; a second call does nothing."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
+            self._until = self._timer() + CLOSE_S
+            self._worker.submit(self._drain, at_once=True)
         self._worker.shutdown(wait=True)
+        lost = list(self._writes)
+        self._writes.clear()
+        self._keyed.clear()
+        if lost:
+            self.dropped += len(lost)
+            of = Counter(write.what for write in lost).most_common()
+            logger.error(
+                "writes are lost, the database did not take them until the end lost=%s of=%s "
+                "error=%s",
+                len(lost),
+                ", ".join(f"{what}: {count}" for what, count in of),
+                self._stuck or "no time was left",
+            )
         self.engine.dispose()
 
+    # ---- the worker's --------------------------------------------------------------------
+
     def _call(self, work: Callable[[Session], T]) -> Future[T]:
+        with self._lock:
+            if self._closed:
+                raise StoreError("the database is closed: the sidecar is on its way down")
+            return self._worker.submit(self._asked, work)
+
+    def _asked(self, work: Callable[[Session], T]) -> T:
         if self._closed:
             raise StoreError("the database is closed: the sidecar is on its way down")
-        return self._worker.submit(self._now, work)
+        error = self._drain()
+        if error is not None and gone(error):
+            raise StoreError(f"the database failed: {said(error)}") from error
+        return self._now(work)
+
+    def _settled(self) -> bool:
+        self._drain()
+        return not self._writes and not self.trouble
+
+    def _look(self) -> None:
+        self._drain()
+        if not self._writes:
+            with suppress(StoreError):
+                self._now(lambda session: session.execute(text("SELECT 1")))
 
     def _now(self, work: Callable[[Session], T]) -> T:
+        try:
+            value = self._do(work)
+        except (SQLAlchemyError, OSError) as error:
+            self.failed += 1
+            self._failing = said(error)
+            raise StoreError(f"the database failed: {said(error)}") from error
+        self._failing = ""
+        return value
+
+    def _do(self, work: Callable[[Session], T]) -> T:
+        self._began = self._timer()
         try:
             with Session(self.engine, expire_on_commit=False) as session:
                 value = work(session)
                 session.commit()
-        except (SQLAlchemyError, OSError) as error:
-            self.failed += 1
-            self.trouble = _said(error)
-            raise StoreError(f"the database failed: {_said(error)}") from error
+        finally:
+            self._began = None
         return value
 
-    def _later(self, work: Callable[[Session], object]) -> None:
-        before = self.trouble
-        try:
-            self._now(work)
-            self.trouble = ""
-        except StoreError as error:
-            if not before:
-                logger.error("cannot write to the database error=%s", error)
-        except Exception as error:
-            self.failed += 1
-            self.trouble = f"{type(error).__name__}: {error}"
-            logger.exception("database work failed")
-        finally:
+    def _drain(self, *, at_once: bool = False) -> Exception | None:
+        """Do what waits, as long as it can be done; the failure that has stopped it."""
+        if not at_once and self._timer() < self._retry_at:
+            return None
+        while True:
             with self._lock:
-                self._waiting -= 1
+                if not self._writes:
+                    return None
+                write = self._writes[0]
+                # From here on a newer one comes after it.
+                if write.key is not None and self._keyed.get(write.key) is write:
+                    del self._keyed[write.key]
+            if self._until is not None and self._timer() >= self._until:
+                return None
+            try:
+                self._do(write.work)
+            except Exception as error:  # noqa: BLE001 (whatever a write raises, the next ones go on)
+                self.failed += 1
+                if passes(error):
+                    self._wait(write, error)
+                    return error
+                self._give_up(write, error)
+            else:
+                self._failing = ""
+            with self._lock:
+                self._writes.popleft()
+                last = not self._writes
+            self._retry_s, self._retry_at = RETRY_S, 0.0
+            if self._stuck and last:
+                self._stuck = ""
+                logger.warning("the database takes writes again; none waits any more")
+
+    def _wait(self, write: _Write, error: Exception) -> None:
+        if not self._stuck:
+            logger.error("the database fails, writes wait for it error=%s", said(error))
+        self._stuck = said(error)
+        with self._lock:
+            if write.key is not None:
+                self._keyed.setdefault(write.key, write)
+        self._retry_at = self._timer() + self._retry_s
+        self._retry_s = min(2.0 * self._retry_s, RETRY_MOST_S)
+        if read_only(error):
+            # A connection to SQLite that was opened so stays so: the next try opens another. (One
+            # to a full disk is kept: it can be read from, and there is no room to open another.)
+            self.engine.dispose()
+
+    def _give_up(self, write: _Write, error: Exception) -> None:
+        self.dropped += 1
+        self._failing = f"a write was refused: {said(error)}"
+        known = isinstance(error, SQLAlchemyError)
+        logger.error(
+            "a write is lost, the database refuses it what=%s error=%s",
+            write.what,
+            said(error),
+            exc_info=None if known else error,
+        )
 
 
 def _migrate(engine: Engine) -> None:
@@ -236,9 +417,3 @@ def _shown(url: str) -> str:
         return make_url(url).render_as_string(hide_password=True)
     except (ArgumentError, ValueError):
         return f"{url.partition(':')[0][:16]!r}: ..."
-
-
-def _said(error: BaseException) -> str:
-    """What the driver says, in one line, without the statement and its values."""
-    cause = getattr(error, "orig", None) or error
-    return " ".join(str(cause).split())[:300] or type(error).__name__

@@ -72,6 +72,7 @@ class Seen:
     def __init__(self, start: int = 0) -> None:
         self.start = start
         self._spans: list[list[int]] = []  # [first, last], ascending, apart
+        self._told = start - 1
 
     def add(self, seq: int) -> bool:
         """Note `seq`; False when it was there already."""
@@ -107,6 +108,10 @@ class Seen:
                 joined.append(span)
         self._spans = joined
 
+    def told(self, seq: int) -> None:
+        """`seq` is known to exist: as long as it has not arrived, it is missing."""
+        self._told = max(self._told, seq)
+
     def __contains__(self, seq: int) -> bool:
         return any(first <= seq <= last for first, last in reversed(self._spans))
 
@@ -117,8 +122,8 @@ class Seen:
 
     @property
     def highest(self) -> int:
-        """The highest number that has arrived, or could have before any did."""
-        return self._spans[-1][1] if self._spans else self.start
+        """The highest number that is known of, or could have arrived before any did."""
+        return max(self._spans[-1][1] if self._spans else self.start, self._told)
 
     @property
     def count(self) -> int:
@@ -127,10 +132,9 @@ class Seen:
 
     @property
     def missing(self) -> int:
-        """Holes: numbers from the start to the highest one that have not arrived."""
-        if not self._spans:
-            return 0
-        return max(self._spans[-1][1] + 1 - self.start - self.count, 0)
+        """Holes: numbers from the start to the highest one known of that have not arrived."""
+        last = max(self._spans[-1][1] if self._spans else self.start - 1, self._told)
+        return max(last + 1 - self.start - self.count, 0)
 
     def holes(self, most: int = 64) -> list[tuple[int, int]]:
         """The first holes as spans."""
@@ -141,7 +145,9 @@ class Seen:
                 found.append((expected, first - 1))
             expected = last + 1
             if len(found) >= most:
-                break
+                return found
+        if self._told >= expected:
+            found.append((expected, self._told))
         return found
 
 
@@ -312,6 +318,7 @@ class Record(Recorder):
                 yield
         except OSError:
             self.refused.add(seq)
+            self.seen.told(seq)  # at once a hole, and not only when a later one is written
             raise
 
     def after(self, events: Iterable[bytes]) -> None:

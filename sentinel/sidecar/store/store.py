@@ -3,10 +3,12 @@
     store = Store(settings, clock, timer)
     record = store.open_record(run="r7", incarnation=..., ...)       series, written at once
     store.save(row)                                                  run, decision, incident: queued
+    store.known_runs(most)                                           what a start finds again
     store.trouble                                                    "" or what is wrong with a disk
 
     data_dir/sentinel.db                     SQLite, unless Settings.database names a server
     data_dir/runs/<run>/0000-<incarnation>/  the series of a run, in the trace format
+    data_dir/runs/<run>/run.json             its row of the database once more, see run_files.py
     data_dir/lock                            one sidecar a directory
 
 Without a data_dir all of it is temporary and goes with the process.
@@ -25,23 +27,26 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Delete, delete, select, text, update
-from sqlalchemy.orm import Session
+from sqlalchemy import select
 
 from sentinel.core.errors import ConfigError
 from sentinel.core.policy import Policy
 from sentinel.core.state import Incident, State
 from sentinel.sidecar.settings import MIN_RUN_BYTES, Settings
+from sentinel.sidecar.store import run_files, writes
 from sentinel.sidecar.store.database import Database, StoreError
-from sentinel.sidecar.store.models import DecisionRow, IncidentRow, MarkRow, RunRow
+from sentinel.sidecar.store.models import DecisionRow, MarkRow, RunRow
 from sentinel.sidecar.store.record import Record, Seen, reports_on_disk
 from sentinel.sidecar.store.series import SeriesFiles
+from sentinel.traces.recorder import list_incarnations
 
 logger = logging.getLogger(__name__)
 
+MOST_NAMED = 20  # runs in one line of the log
 MarkKey = tuple[str, str, int, int]  # run, incarnation, step, attempt
 
 
@@ -73,6 +78,9 @@ class Store:
         self.series = SeriesFiles(self.directory / "cache")
         self.records: dict[str, Record] = {}  # of the present writers, by run
         self._refused: dict[str, tuple[str, Seen]] = {}  # incarnation and reports no disk took
+        self._unkept: dict[str, RunRow] = {}  # whose run.json no disk took
+        self._rowless: set[str] = set()  # runs that report and have no row
+        self.taken_up: frozenset[str] = frozenset()  # from folders: the database had not got them
         try:
             self.runs_directory.mkdir(parents=True, exist_ok=True)
             self._take_lock()
@@ -159,6 +167,9 @@ class Store:
             seen = Seen()
         if not seen.count:
             seen.start = first
+        refused = self._refused_of(run, incarnation)
+        if refused.count:
+            seen.told(refused.highest)
         record = Record(
             directory,
             run=run,
@@ -171,7 +182,7 @@ class Store:
             limit_bytes=self.run_limit(),
             clock=self._clock,
             timer=self._timer,
-            refused=self._refused_of(run, incarnation),
+            refused=refused,
         )
         self.records[run] = record
         return record
@@ -200,15 +211,47 @@ class Store:
     # ---- database ------------------------------------------------------------------------
 
     def save(self, row: RunRow) -> None:
-        """Write a run's row, now or soon."""
-        self.database.submit(lambda session: session.merge(row))
+        """Write a run's row, into its folder now and into the database now or soon."""
+        self._submit_run(row)
+        self._keep(row)
+
+    def _submit_run(self, row: RunRow) -> None:
+        self.database.submit(
+            lambda session: session.merge(row), what=f"run {row.name}", key=("run", row.name)
+        )
+
+    def _keep(self, row: RunRow) -> None:
+        try:
+            run_files.write(self.run_directory(row.name), row)
+            self._unkept.pop(row.name, None)
+        except OSError as error:
+            if row.name not in self._unkept:
+                logger.warning("a run's file cannot be written run=%s error=%s", row.name, error)
+            self._unkept[row.name] = row
+
+    def keep(self, run: str) -> None:
+        """A disk has just taken a report of that run: so it will take what says whose it is."""
+        row = self._unkept.get(run)
+        if row is not None:
+            self._keep(row)
 
     def save_heard(self, heard: Sequence[tuple[str, float, int | None]]) -> None:
         """When these runs were last heard, and their newest steps: all in one go."""
         if not heard:
             return
-        rows = [{"name": n, "heard_at": at, "last_step": step} for n, at, step in heard]
-        self.database.submit(lambda session: session.execute(update(RunRow), rows))
+        found = {name: (at, step) for name, at, step in heard}
+        self.database.submit(
+            partial(writes.save_heard, heard=found, rowless=self._rowless),
+            what="when runs were heard",
+            key="heard",
+            join=writes.join_heard,
+        )
+
+    def take_rowless(self) -> list[str]:
+        """Runs that were heard and have no row: it is to be written once more."""
+        found = list(self._rowless)
+        self._rowless.difference_update(found)
+        return found
 
     def save_decision(self, row: DecisionRow, *, mark: bool = False) -> None:
         """Write an executed action; one of the same step replaces it.
@@ -216,11 +259,15 @@ class Store:
         Args:
             mark: if it is new, Grafana is to be told.
         """
-        self.database.submit(lambda session: _replace_decision(session, row, mark))
+        names = (c.key for c in DecisionRow.__table__.columns if c.key != "id")
+        values = {name: getattr(row, name) for name in names}
+        self.database.submit(
+            partial(writes.save_decision, values=values, mark=mark), what="executed action"
+        )
 
     def marked(self, key: MarkKey) -> None:
         """Grafana has been told; from any thread."""
-        self.database.submit(lambda session: session.execute(_of(MarkRow, key)))
+        self.database.submit(lambda session: session.execute(writes.of(MarkRow, key)), what="mark")
 
     async def marks(self, most: int) -> list[MarkRow]:
         """What it is still to be told, the oldest first; raises StoreError."""
@@ -229,28 +276,87 @@ class Store:
 
     def drop_decision(self, run: str, incarnation: str, step: int) -> None:
         """It was not carried out after all."""
-
-        def drop(session: Session) -> None:
-            for table in (DecisionRow, MarkRow):
-                session.execute(_of(table, (run, incarnation, step)))
-
-        self.database.submit(drop)
+        key = (run, incarnation, step)
+        self.database.submit(partial(writes.drop_decision, key=key), what="executed action")
 
     def save_incidents(self, run: str, incidents: Iterable[Incident], now: float) -> None:
         """Write those incidents as they are now."""
-        found = tuple(incidents)
-        self.database.submit(lambda session: _save_incidents(session, run, found, now))
+        for incident in incidents:
+            self.database.submit(
+                partial(writes.save_incident, run=run, incident=incident, now=now, since=now),
+                what="incident",
+                key=("incident", run, incident.number, incident.opened),
+                join=writes.join_incident,
+            )
 
     def known_runs(self, most: int) -> list[RunRow]:
-        """The runs of earlier starts, the newest ones, oldest first."""
+        """The runs of earlier starts, the newest ones, oldest first.
+
+        From the database, and from the runs' folders what it has not got, which it is given.
+
+        Raises:
+            StoreError: the database fails, and no folder knows of a run.
+        """
         newest = select(RunRow).order_by(RunRow.heard_at.desc()).limit(most)
-        return list(reversed(self.database.sync(lambda session: list(session.scalars(newest)))))
+        failure: StoreError | None = None
+        try:
+            rows = {row.name: row for row in self.database.sync(lambda s: list(s.scalars(newest)))}
+            every = set(self.database.sync(lambda s: list(s.scalars(select(RunRow.name)))))
+        except StoreError as error:
+            failure, rows, every = error, {}, set()
+            logger.error("earlier runs are read from their folders alone error=%s", error)
+        taken, strays = set(), []
+        for directory in self._run_directories():
+            name = directory.name
+            if name in every and name not in rows:
+                continue  # too old to be shown
+            kept, row = run_files.read(directory), rows.get(name)
+            if kept is None:
+                if row is None and failure is None and list_incarnations(directory):
+                    strays.append(name)
+            elif row is None or _newer(kept, row):
+                rows[name] = kept
+                taken.add(name)
+        self._tell(taken, strays)
+        if failure is None:
+            for name in taken:
+                self._submit_run(rows[name])
+        elif not rows:
+            raise failure
+        self.taken_up = frozenset(taken)
+        return sorted(rows.values(), key=lambda row: row.heard_at)[-most:]
+
+    def _run_directories(self) -> list[Path]:
+        try:
+            with os.scandir(self.runs_directory) as entries:
+                return sorted(Path(entry.path) for entry in entries if entry.is_dir())
+        except OSError:
+            return []
+
+    def _tell(self, taken: set[str], strays: list[str]) -> None:
+        if taken:
+            logger.warning(
+                "runs are taken up from their folders, the database had not got them as they are "
+                "count=%s runs=%s",
+                len(taken),
+                ", ".join(sorted(taken)[:MOST_NAMED]),
+            )
+        if strays:
+            logger.error(
+                "series belong to no run that is known here, so they are not listed; `sentinel "
+                "replay` reads them, and a trainer that registers under that name goes on "
+                "count=%s directory=%s runs=%s",
+                len(strays),
+                self.runs_directory,
+                ", ".join(strays[:MOST_NAMED]),
+            )
 
     def forget(self, run: str) -> int:
         """Delete the series of a run that is over; returns the bytes that were freed."""
         directory = self.run_directory(run)
         freed = directory_bytes(directory)
         self._refused.pop(run, None)
+        self._unkept.pop(run, None)
         shutil.rmtree(directory, ignore_errors=True)
         shutil.rmtree(self.directory / "cache" / run, ignore_errors=True)
         return freed
@@ -269,9 +375,11 @@ class Store:
 
     def probe(self) -> None:
         """See whether the disk takes writes again, or no more."""
-        self.database.submit(lambda session: session.execute(text("SELECT 1")))
+        self.database.probe()
         if self.start_trouble:
             return
+        for row in list(self._unkept.values()):
+            self._keep(row)
         try:
             place = self.directory / "probe"
             place.write_bytes(b"")
@@ -312,54 +420,11 @@ def directory_bytes(directory: Path) -> int:
     return total
 
 
-def _of(table: Any, key: tuple[Any, ...]) -> Delete:
-    """Delete its rows of that run, incarnation, step and, where it is given, attempt."""
-    columns = (table.run, table.incarnation, table.step, table.attempt)
-    return delete(table).where(*(c == k for c, k in zip(columns, key, strict=False)))
-
-
-def _replace_decision(session: Session, row: DecisionRow, mark: bool) -> None:
-    old = session.scalar(
-        select(DecisionRow).where(
-            DecisionRow.run == row.run,
-            DecisionRow.incarnation == row.incarnation,
-            DecisionRow.step == row.step,
-            DecisionRow.attempt == row.attempt,
-        )
-    )
-    if old is None:
-        if mark:
-            names = [c.key for c in MarkRow.__table__.columns if c.key != "id"]
-            session.add(MarkRow(**{name: getattr(row, name) for name in names}))
-        session.add(row)
-        return
-    for name in ("action", "rule", "reason", "target", "source"):
-        setattr(old, name, getattr(row, name))
-
-
-def _save_incidents(session: Session, run: str, incidents: Iterable[Incident], now: float) -> None:
-    for incident in incidents:
-        row = session.scalar(
-            select(IncidentRow).where(
-                IncidentRow.run == run,
-                IncidentRow.number == incident.number,
-                IncidentRow.opened == incident.opened,
-            )
-        )
-        if row is None:
-            row = IncidentRow(
-                run=run,
-                number=incident.number,
-                opened=incident.opened,
-                key=incident.key,
-                opened_at=now,
-                acknowledged_by="",
-                silenced_by="",
-            )
-            session.add(row)
-        row.state, row.severity = str(incident.state), str(incident.severity)
-        row.summary, row.last, row.fired = incident.summary, incident.last, incident.fired
-        row.resolved, row.steps, row.latched = incident.resolved, incident.steps, incident.latched
-        row.layers = list(incident.layers)
-        row.actions = [list(action) for action in incident.actions]
-        row.updated_at = now
+def _newer(kept: RunRow, row: RunRow) -> bool:
+    """Whether a run's file says something that the database has not heard."""
+    if kept.fence != row.fence:
+        return kept.fence > row.fence
+    if kept.heard_at < row.heard_at:
+        return False
+    names = ("incarnation", "state", "session", "ended_at", "registered_at")
+    return any(getattr(kept, name) != getattr(row, name) for name in names)
