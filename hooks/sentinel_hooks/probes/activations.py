@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from sentinel.core.types import (
     LAYER_ACTIVATION_ABSMAX,
@@ -45,7 +46,7 @@ from sentinel.core.types import (
 )
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes import capture, outputs
-from sentinel_hooks.probes.places import by_itself, is_exporting
+from sentinel_hooks.probes.places import by_itself, is_exporting, is_traced_through
 from sentinel_hooks.probes.probe import (
     EARLIER,
     NEVER,
@@ -143,6 +144,8 @@ class _Out:
         x = output
         if not isinstance(x, Tensor):
             if torch.compiler.is_compiling():
+                if is_traced_through():
+                    return
                 x = outputs.traced(output, args, kwargs)
             else:
                 at = self.block.at  # most blocks put out a tuple, and it is always the same item
@@ -152,9 +155,9 @@ class _Out:
             if x is None:
                 return
         if torch.compiler.is_compiling():
-            if not is_exporting():
+            if not (is_exporting() or is_traced_through()):
                 torch.ops.torch_sentinel.activated(self.token, self.slot, x.detach())
-        elif not (is_transforming() or is_tracing()):
+        elif not (is_transforming() or is_tracing() or type(x) is FakeTensor):
             self.probe.take(self.block, x)
 
     def _chosen(self, args: Any, kwargs: Any, output: Any) -> Tensor | None:

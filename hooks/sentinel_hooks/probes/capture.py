@@ -16,7 +16,9 @@ classes hold them under a name of their own:
 * `flex_attention`, off the CPU: it returns the maximum itself if asked.
 
 Compiled code gets the same as one opaque operator of torch's graph that is run where the code runs,
-so that nothing about a layer is baked in. No graph break, no recompilation.
+so that nothing about a layer is baked in. No graph break, no recompilation. That holds where dynamo
+reads our code. Where it is run while somebody traces (torch's decompositions call torch.softmax,
+with fake tensors), nothing of ours is done: is_traced_through().
 
 Not counted: calls under no_grad (evaluation), inside of torch.jit.trace and torch.func, and
 recomputation of what was seen in the forward.
@@ -40,11 +42,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, library, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sentinel_hooks.probes import exact
-from sentinel_hooks.probes.places import ALL, FEW, WHERE, Place, is_exporting
+from sentinel_hooks.probes.places import ALL, FEW, WHERE, Place, is_exporting, is_traced_through
 from sentinel_hooks.seams.patch import Patch
 from sentinel_hooks.seams.safe_point import is_tracing, is_transforming
 
@@ -184,9 +187,13 @@ def _run_attended(
 
 def _run_scored(token: Tensor, best: Tensor) -> None:
     place = WHERE.place
-    if place is not None and place.attention and best.numel() and not _again(place):
+    if place is None or not place.attention or not best.numel() or _again(place):
+        return
+    try:
         keep_scores(place, best.clone())
         _note(place)
+    except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
+        _failed(place, error)
 
 
 def operator(name: str, arguments: str, body: Callable[..., None]) -> None:
@@ -256,9 +263,12 @@ def _traced(
     if lse is not None:
         return out, lse.detach(), nothing
     if out.requires_grad and query.dim() == 4:
-        q, k = _as_computed(query), _as_computed(key)
-        mask = attn_mask.detach() if attn_mask is not None else None
-        return out, nothing, exact.everywhere(q, k, mask, is_causal, scale, None).detach()
+        try:
+            q, k = _as_computed(query), _as_computed(key)
+            mask = attn_mask.detach() if attn_mask is not None else None
+            return out, nothing, exact.everywhere(q, k, mask, is_causal, scale, None).detach()
+        except Exception:  # noqa: BLE001  what torch takes is compiled, whether we can follow or not
+            return out, nothing, nothing
     return out, nothing, nothing
 
 
@@ -281,9 +291,10 @@ def scaled_dot_product_attention(
     """torch's own, watched."""
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if torch.compiler.is_compiling():
+        if is_traced_through() or is_exporting() or type(query) not in _PLAIN:
+            return _stock(*call)
         order = _TOKENS.get(query.device.type)
-        exporting = is_exporting()
-        if order is None or not torch.is_grad_enabled() or exporting or query.dim() != 4:
+        if order is None or not torch.is_grad_enabled() or query.dim() != 4:
             return _stock(*call)
         out, lse, best = _traced(*call)
         q, k, mask = _as_computed(query), _as_computed(key), _detached(attn_mask)
@@ -294,7 +305,7 @@ def scaled_dot_product_attention(
         if torch.is_grad_enabled():
             WHERE.lost += CAPTURE.listening
         return _stock(*call)
-    elsewhere = is_transforming() or is_tracing()
+    elsewhere = is_transforming() or is_tracing() or type(query) is FakeTensor
     if not torch.is_grad_enabled() or elsewhere or _again(place):
         return _stock(*call)
     return _watched(place, *call)
@@ -489,42 +500,69 @@ def softmax(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """F.softmax, watched inside attention modules."""
-    _look_at_scores(input, dim)
-    if dim is not None and torch.compiler.is_compiling():
-        return input.softmax(dim, dtype=dtype)  # a graph calls by name, which would be ours again
+    if torch.compiler.is_compiling() and not is_traced_through():
+        _look_at_traced_scores(input, dim)
+        if dim is not None:  # a graph calls by name, which would be ours again
+            return input.softmax(dim, dtype=dtype)
+    else:
+        _look_at_scores(input, dim)
     return _softmax(input, dim, _stacklevel + 1, dtype)
 
 
 @functools.wraps(_torch_softmax)
 def torch_softmax(*args: Any, **kwargs: Any) -> Tensor:
     """torch.softmax, watched inside attention modules."""
-    if args and (len(args) > 1 or "dim" in kwargs):
-        _look_at_scores(args[0], args[1] if len(args) > 1 else kwargs["dim"])
-        if torch.compiler.is_compiling() and "out" not in kwargs:
+    given = args[0] if args else kwargs.get("input")
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if torch.compiler.is_compiling() and not is_traced_through():
+        _look_at_traced_scores(given, dim)
+        if args and dim is not None and "out" not in kwargs:
             compiled: Tensor = args[0].softmax(*args[1:], **kwargs)
             return compiled
+    else:
+        _look_at_scores(given, dim)
     return _torch_softmax(*args, **kwargs)
 
 
+def _largest(scores: Tensor) -> Tensor:
+    """The largest score of each head; of 3-d scores of each of the first dimension."""
+    return scores.amax((0, 2, 3) if scores.dim() == 4 else (1, 2))
+
+
+def _traced_largest(scores: Tensor) -> Tensor:
+    """The same, as one piece of a graph; empty where it cannot be."""
+    try:
+        return _largest(scores.detach())
+    except Exception:  # noqa: BLE001  scores without elements, say, of which torch makes a softmax
+        return scores.new_empty(0)
+
+
+torch._dynamo.allow_in_graph(_traced_largest)  # type: ignore[no-untyped-call]
+
+
+def _look_at_traced_scores(scores: Any, dim: Any) -> None:
+    """Read by dynamo: what is done here is in the compiled code."""
+    if (
+        torch.is_grad_enabled()
+        and not is_exporting()
+        and type(scores) in _PLAIN
+        and scores.dim() == 4
+        and dim in (-1, 3)
+    ):
+        order = _TOKENS.get(scores.device.type)
+        if order is not None:
+            torch.ops.torch_sentinel.scored(order, _traced_largest(scores))
+
+
 def _look_at_scores(scores: Any, dim: Any) -> None:
-    if torch.compiler.is_compiling():
-        if (
-            torch.is_grad_enabled()
-            and not is_exporting()
-            and isinstance(scores, Tensor)
-            and scores.dim() == 4
-            and dim in (-1, 3)
-        ):
-            order = _TOKENS.get(scores.device.type)
-            if order is not None:
-                torch.ops.torch_sentinel.scored(order, scores.detach().amax((0, 2, 3)))
-        return
     place = WHERE.place
     if (
         place is None
         or not place.attention
         or not torch.is_grad_enabled()
         or not isinstance(scores, Tensor)
+        or type(scores) is FakeTensor
+        or torch.compiler.is_compiling()
         or scores.dim() not in (3, 4)
         or dim not in (-1, scores.dim() - 1)
         or is_transforming()

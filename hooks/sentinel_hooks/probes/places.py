@@ -140,6 +140,15 @@ WHERE = Where()
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
 
 
+def is_traced_through() -> bool:
+    """Somebody traces, and our code is run, not read: tensors are fake, and ours are real.
+
+    Dynamo reads it, answers this with False and puts what it finds into its graph. Decompositions,
+    functions that are allowed in a graph, AOTAutograd and torch.export run it.
+    """
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
 class _Hook:
     """A hook that does not travel: in a copy or a pickle of its module it is inert."""
 
@@ -184,7 +193,8 @@ class Enter(_Hook):
         if is_exporting():
             return
         if torch.compiler.is_compiling():
-            torch.ops.torch_sentinel.enter(self.token, self.slot)
+            if not is_traced_through():
+                torch.ops.torch_sentinel.enter(self.token, self.slot)
         else:
             WHERE.enter(self.place)
 
@@ -196,7 +206,8 @@ class Leave(_Hook):
         if is_exporting():
             return
         if torch.compiler.is_compiling():
-            torch.ops.torch_sentinel.leave(self.token, self.slot)
+            if not is_traced_through():
+                torch.ops.torch_sentinel.leave(self.token, self.slot)
         else:
             WHERE.leave(self.place)
 
