@@ -301,3 +301,33 @@ def test_fake_tensors_of_somebody_who_only_asks_for_shapes_are_nobodys_numbers()
         finally:
             for probe in probes:
                 probe.detach()
+
+
+class Shifted(Attention):
+    """Subtracts the rows' maxima by itself, as HF's gpt-oss does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, D = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, 2, -1).permute(2, 0, 3, 1, 4)
+        s = q @ k.transpose(-1, -2) * 0.35
+        s = s - s.amax(-1, keepdim=True)
+        return (F.softmax(s, dim=-1) @ v).transpose(1, 2).reshape(B, T, D)
+
+
+def test_scores_less_their_rows_maxima_are_no_measurement_in_compiled_code() -> None:
+    model = Model(False, 0.0, False)
+    for block in model.blocks:
+        block.attn = Shifted(0.0)
+    as_in_a_new_process()
+    probe = AttentionProbe([model], LayerTable.of([model]))
+    probe.attach()
+    try:
+        call = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for t in range(2):
+            call(torch.randn(2, 8, WIDTH)).backward()
+            probe.before_step(t)
+            assert resolve(probe, read(probe.pending(), [])[0]) == {}
+        (spot,) = probe.blind_spots()
+        assert "subtracted" in spot.what
+    finally:
+        probe.detach()
