@@ -11,7 +11,8 @@ RMS may be inf for finite outputs beyond 1e19: then the largest magnitude is fin
 
 The spread says whether a block still tells its tokens apart: of up to 32 tokens, the norm of what
 differs from their mean over the norm of all. Near 0 all are alike: the representation has
-collapsed. Taken every `every` steps, of the first micro-batch.
+collapsed. Taken every `every` steps, of the first micro-batch, of outputs [B, T, D]: rows of a 2-d
+output are samples, which a regressor's head tells apart by little beside its bias.
 
 A block is a child of a ModuleList or Sequential that has a number for a name, outermost first, or
 what blocks.py makes out; without any, the root's own children. Of more than MOST blocks an even
@@ -276,7 +277,7 @@ class ActivationProbe(Quiet):
             self._settle_in(block, x.device)
         self._write(block, x)
         block.numel += x.numel()
-        if block.wanted and not block.spread and x.dim() in (2, 3):
+        if block.wanted and not block.spread and x.dim() == 3:
             rows = x.reshape(-1, x.size(-1))
             rows = rows[:: max(1, rows.size(0) // TOKENS)][:TOKENS].float()
             if rows.size(0) > 1:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sentinel.core.detectors import update_ratio
 from sentinel.core.errors import ConfigError
 from sentinel.core.types import LAYER_UPDATE_RATIO, LAYER_WEIGHT_NORM
 from sentinel_hooks.guard import Guard
@@ -173,6 +174,37 @@ def test_a_rate_of_zero_is_a_ratio_of_zero_and_weights_of_zero_have_none() -> No
     probe.before_step(1)
     column = resolve(probe, read(probe.pending(), [])[0])[LAYER_UPDATE_RATIO]
     assert column.tolist() == [0.0, 0.0, NOT_MEASURED, NOT_MEASURED]
+
+
+def test_layers_that_start_at_zero_have_a_ratio_when_they_have_grown() -> None:
+    model = net()
+    with torch.no_grad():
+        model[3].weight.zero_()
+        model[3].bias.zero_()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    table = LayerTable.of([model])
+    probe = UpdateProbe([optimizer], table, every=1)
+    row = [layer.name for layer in table.layers].index("3")
+    ratios, norms, flagged = [], [], []
+    for step in range(110):
+        optimizer.zero_grad()
+        model(torch.randn(5, 6)).square().sum().backward() if step % 2 else model(
+            torch.randn(5, 6)
+        ).sum().backward()
+        probe.before_step(step)
+        columns = resolve(probe, read(probe.pending(), [])[0])
+        if step:
+            ratios.append(float(columns[LAYER_UPDATE_RATIO][row]))
+            norms.append(float(columns[LAYER_WEIGHT_NORM][row]))
+            config = update_ratio.UpdateRatioConfig()
+            flagged.append(update_ratio.judge(columns[LAYER_UPDATE_RATIO], config))
+        optimizer.step()
+        probe.after_step(True)
+    assert norms[0] == 0.0
+    assert norms[1] > 0.0
+    assert ratios[:100] == [NOT_MEASURED] * 100
+    assert all(0.0 < ratio < 0.1 for ratio in ratios[100:])
+    assert not any(flagged)
 
 
 def test_shares_make_replicas_count_once() -> None:
