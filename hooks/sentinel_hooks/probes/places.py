@@ -260,7 +260,10 @@ def find(
             rows[name] = row
             heads = getattr(module, "num_heads", 0)
             words = (name.rpartition(".")[2], type(module).__name__)
-            attention = any(_ATTENTION.search(w) and not _BESIDE.search(w) for w in words)
+            # A projection in layers of its own (LoRA on c_attn) is none, whatever it is called.
+            attention = not _QUERY.match(words[0]) and any(
+                _ATTENTION.search(w) and not _BESIDE.search(w) for w in words
+            )
             around = name
             while around and around not in inside:
                 around = around.rpartition(".")[0]

@@ -899,3 +899,39 @@ def test_a_gate_outside_of_attention_is_nobodys_blind_spot(watch: Any) -> None:
         model(batch()).sum().backward()
         assert w.column() is None
     assert w.probe.blind_spots() == []
+
+
+def test_an_adapter_on_the_projection_of_a_seen_attention_is_no_blind_spot(watch: Any) -> None:
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = nn.Linear(WIDTH, 3 * WIDTH)
+            self.more = nn.ModuleDict({"default": nn.Linear(WIDTH, 3 * WIDTH)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.base_layer(x) + self.more["default"](x)
+            return out
+
+    class Adapted(Attn):
+        def __init__(self, how: Any) -> None:
+            super().__init__(how)
+            self.c_attn = Adapter()
+            del self.qkv
+
+        def forward(self, x: Tensor) -> Tensor:
+            B, T, D = x.shape
+            q, k, v = self.c_attn(x).view(B, T, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+            out: Tensor = self.out(self.how(q, k, v).transpose(1, 2).reshape(B, T, D))
+            return out
+
+    for how, seen in ((by_attribute, True), (by_hand, False)):
+        model = Model(how)
+        for block in model.blocks:
+            block["attn"] = Adapted(how)
+        w = watch(model)
+        for _ in range(4):
+            model(batch()).backward()
+            assert len(w.layers()) == (3 if seen else 0)
+        spots = [spot.what for spot in w.probe.blind_spots()]
+        assert len(spots) == (not seen)
+        assert all("blocks.0.attn, blocks.1.attn" in what for what in spots)
