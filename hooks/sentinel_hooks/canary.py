@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from sentinel.core.types import CanaryAnswer
+from sentinel.core.types import Action, CanaryAnswer, Decision
 from sentinel_hooks.seams.safe_point import Hook
 
 PARK_BYTES = 2**20  # larger tensors of a kept batch are copied off the device
@@ -322,6 +322,15 @@ class Canary:
     def pending_loss(self) -> Tensor | None:
         """The recorded batch's own loss, to be read together with the step's other scalars."""
         return self._current.loss if self._current is not None else None
+
+    def judged(self, decision: Decision, loss_value: float | None) -> None:
+        """The step was decided on: its batch becomes a canary, or not."""
+        if decision.drop_canaries:
+            self.clear()
+        if decision.keep_batch and decision.action is Action.PROCEED:
+            self.keep(loss_value)
+        else:
+            self.drop_current()
 
     def keep(self, loss_value: float | None) -> None:
         """The step was quiet: its batch becomes a canary. Copies it: the user may reuse buffers."""

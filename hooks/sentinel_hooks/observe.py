@@ -51,6 +51,7 @@ from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.ranks.agreement import Heard
 from sentinel_hooks.ranks.council import Note
 from sentinel_hooks.scaling import left_scale, loss_scale
+from sentinel_hooks.selfcheck import SelfCheck
 from sentinel_hooks.signals import Signals
 from sentinel_hooks.target import Target
 
@@ -299,6 +300,15 @@ class Observer:
                     norms = torch.stack([n.to(grads[0].device) for n in tensor_norms(grads)])
                 norms = norms / scale
         self.probe.clipped(parameters, grads, norms)
+
+    def hold_to(self, check: SelfCheck, observation: Observation, forward: bool) -> None:
+        """One of the first steps was observed: is what was promised seen?"""
+        checked, self.probe.checked = self.probe.checked, []
+        if checked:
+            check.norms(checked)
+        columns = observation.columns.keys()
+        if check.saw(loss=observation.loss is not None, forward=forward, columns=columns):
+            self.failed_checks = len(check.failures)
 
     # -- measuring ---------------------------------------------------------------------------
 

@@ -4,11 +4,11 @@
     print(session.status())
     session.detach()                                  or: with sentinel.attach(...) as session
 
-A step: the observer collects losses and norms (observe.py); at the gate they become an Observation,
-the engine (or the sidecar) answers a Decision, the gate carries it out. What was really done, the
-Outcome, moves the engine's state at the next moment that comes: safe point, next gate, `state`,
-status() or detach(). With reads="late" the device decides on a calm step by limits that it is given
-ahead (core/ahead.py), and observing and deciding come at the next gate, with what it did.
+A step, in the order of this file: a training forward begins (on_forward); the observer collects
+losses and norms (observe.py); at the gate (before_step) they become an Observation, the engine or
+the sidecar answers a Decision (_decide), and the gate carries it out. What was really done, the
+Outcome, moves the engine's state at the next moment that comes (_settle): safe point, next gate,
+`state`, status() or detach().
 
 The safe point is the start of the first training forward after every optimizer of the group has
 stepped, with no accumulation open: only there are snapshots taken and restored. When no forward of
@@ -16,140 +16,79 @@ the watched models is ever seen (a compiled inner module), it is the moment righ
 
 Several optimizers are one logical step: one decision at the first gate, over all gradients that are
 new, and the others follow it. A later gate whose gradients are newer than the decision (a GAN) is
-only checked for non-finite ones and held back on its own. An optimizer that has not stepped for
-DORMANT steps is not waited for.
+only checked for non-finite ones and held back on its own.
 
-Several ranks do the same thing in the same step (ranks/): at the gate all enter one reduce,
-whatever has failed on any of them, and everything from the observation on is computed from what
-they heard, which is equal everywhere. Rank 0 alone records, keeps the ledger and asks the sidecar.
+The session has the step and the engine's state; everything else that has a state of its own is a
+part (parts/): which optimizers have stepped, the step that is open, one process or all ranks as
+one, late reads, what is due at the safe point, who is told, being on or off, blind spots.
 
+Several ranks do the same thing in the same step: at the gate all enter one reduce, whatever has
+failed on any of them, and everything from the observation on is computed from what they heard.
+
+Threads: hooks run in the thread that trains; status() may be asked from any.
 Errors:  from attach() on nothing of ours raises into the loop (guard.py), except TrainingHalted
          where a policy may halt, or where ranks have parted.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 import sys
 import threading
-import time
-import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sentinel.core import advice, engine
-from sentinel.core.ahead import Ahead, Limits
-from sentinel.core.events import AutomationSet, Event, Restored, RestoreFailed
-from sentinel.core.policy import CanaryMode, Policy
+from sentinel.core import engine
+from sentinel.core.events import Event
+from sentinel.core.policy import Policy
 from sentinel.core.state import State
-from sentinel.core.types import (
-    Action,
-    Command,
-    Decision,
-    Mode,
-    Observation,
-    Outcome,
-    Protection,
-    Severity,
-    Source,
-)
+from sentinel.core.types import Action, Command, Decision, Protection
 from sentinel.traces.ledger import HALTED
-from sentinel.traces.recorder import Recorder
-from sentinel.wire import codec
-from sentinel_hooks import configuration, telling
-from sentinel_hooks.canary import Canary
+from sentinel_hooks import telling
 from sentinel_hooks.errors import HALT_EXIT_CODE, AttachError, TrainingHalted
-from sentinel_hooks.guard import Guard
-from sentinel_hooks.late import Ready
 from sentinel_hooks.layers import LayerTable
-from sentinel_hooks.ledger_file import Keeper, fingerprint
-from sentinel_hooks.link import EmbeddedLink, Link
-from sentinel_hooks.observe import Faint, Letter, Measured, Observer
-from sentinel_hooks.outlets import Outlets, settled
-from sentinel_hooks.probes.grads import local, share
-from sentinel_hooks.probes.together import Probes
-from sentinel_hooks.ranks.council import Council, Note
-from sentinel_hooks.saving import Saving
-from sentinel_hooks.scaler_skips import ScalerSkips
+from sentinel_hooks.link import EmbeddedLink
+from sentinel_hooks.observe import Measured
+from sentinel_hooks.parts.assembly import Given, Parts
+from sentinel_hooks.parts.crashing import Ending, crashed
+from sentinel_hooks.parts.open_step import OpenStep, with_layers
+from sentinel_hooks.parts.registry import Registry
+from sentinel_hooks.parts.turns import Mark
+from sentinel_hooks.probes.grads import elements
+from sentinel_hooks.ranks.council import Council
 from sentinel_hooks.scaling import kernel_will_drop, scaler_dropped
-from sentinel_hooks.seams.clip_tap import CLIP_TAP
-from sentinel_hooks.seams.gate import Gate, ScalerTap, StepPlan
-from sentinel_hooks.seams.loss_tap import LOSS_TAP
-from sentinel_hooks.seams.safe_point import ForwardTap
+from sentinel_hooks.seams.gate import StepPlan
+from sentinel_hooks.seams.hooks import Hooks
 from sentinel_hooks.selfcheck import SelfCheck
-from sentinel_hooks.signals import Signals
-from sentinel_hooks.snapshots import Snapshots, shards
-from sentinel_hooks.snapshots.running import RunningStats
-from sentinel_hooks.status import BlindSpot, Status
+from sentinel_hooks.status import Status
 from sentinel_hooks.target import Target
 
 logger = logging.getLogger(__name__)
 
-DORMANT = 16
-PAUSE_FILE = "PAUSE"  # in run_dir or the run's own directory: automation is paused while it exists
 LOOK_EVERY = 64  # steps, or forwards without one, between two looks for blind spots to log
-PAUSE_EVERY = 8  # steps between two looks for it
 _UNEVEN = (
     "join() lets ranks have unequal numbers of batches, and one that is through decides no more; "
     "give all ranks the same number of batches instead"
 )
-# What may fail again and again without the protection being gone.
-TOLERATED = frozenset(
-    {"self-check", "measure", "backward", "clip", "canary", "snapshot", "link", "detach", "ledger"}
-    | {"batch_id", "norm_fn"}  # the user's own functions
-)
-
 _PROCEED = StepPlan()
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_registry: Registry[Session] = Registry()
 
 
 def is_attached(optimizer: torch.optim.Optimizer) -> bool:
     """Some session watches this optimizer."""
-    return optimizer in _attached
+    return optimizer in _registry
 
 
 def open_sessions() -> tuple[Session, ...]:
     """Those of this process that nobody has detached."""
-    return tuple(s for s in _sessions if not s.detached)
-
-
-@dataclass(slots=True)
-class _SentStep:
-    """A logical step whose numbers are on their way: nobody has decided on it yet."""
-
-    letter: Letter
-    lr_factor: float
-    gate_s: float
-    carried: bool = True  # found_inf was where the optimizer looks for it
-    complete: bool = False
-
-
-@dataclass(slots=True)
-class _OpenStep:
-    """A logical step from its decision to its outcome."""
-
-    observation: Observation
-    decision: Decision
-    source: Source
-    executed: Action
-    gate_s: float
-    applied: bool = False
-    complete: bool = False
+    return _registry.open()
 
 
 class Session:
@@ -162,205 +101,459 @@ class Session:
         layers: the layer table; columns follow its order.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        table: LayerTable,
-        *,
-        run_id: str,
-        run_dir: Path,
-        link: Link,
-        incarnation: str,
-        signals: Signals,
-        snapshots: Snapshots,
-        keeper: Keeper | None = None,
-        record: bool = True,
-        loss_fn: Any = None,
-        batch_id: Callable[[], str] | None = None,
-        norm_fn: Callable[[], Any] | None = None,
-        blind_spots: Sequence[BlindSpot] = (),
-        clock: Callable[[], float] = time.perf_counter,
-        council: Council | None = None,
-        outlets: Outlets | None = None,
-        first_save: int = 0,
-        sharers: int = 1,
-        late: bool = False,
-    ) -> None:
-        """Use attach().
+    def __init__(self, given: Given) -> None:
+        """Use attach()."""
+        self._attached = False
+        self.run_id = given.run_id
+        self.run_dir = given.run_dir
+        self.directory = given.directory
+        self.policy: Policy = given.link.policy
+        self.layers: LayerTable = given.layers
+        self._target = given.target
+        self._link = given.link
+        self._snapshots = given.snapshots
+        self._clock = given.clock
+        self._loss_fn = given.loss_fn
+        self._council = given.council
+        self._keeper = given.keeper
+        self._state: State = given.keeper.state()
 
-        Args:
-            council: with several ranks, this one's seat.
-            outlets: where things are told without a sidecar.
-            first_save: number of the first save to disk, equal on all ranks.
-            sharers: ranks on this machine.
-            late: read what a step measured one step later, where the policy allows it.
-        """
-        self.run_id = run_id
-        self.run_dir = run_dir
-        self.directory = run_dir / run_id
-        self.policy: Policy = link.policy
-        self.layers = table
-        self._target = target
-        self._link = link
-        self._snapshots = snapshots
-        self._given_spots = tuple(blind_spots)
-        self._clock = clock
-        self._loss_fn = loss_fn
-        self._council = council
-        self._outlets = outlets
-        self._keeper = keeper or Keeper(
-            self.directory,
-            run=run_id,
-            incarnation=incarnation,
-            policy=self.policy,
-            enabled=record,
-        )
-        self._state: State = self._keeper.state()
-        self._guard = Guard(run_id, on_error=link.count_error, on_broken=self._broken)
-        world = council.world if council is not None else 1
-        self._probes = Probes.of(
-            signals,
-            target,
-            table,
-            threshold=self.policy.attention_logit.threshold,
-            clock=clock,
-            guard=self._guard,
-            share=(lambda p: share(p, world)) if world > 1 else None,
-        )
-        self._observer = Observer(
-            target,
-            table,
-            self._guard,
-            self._awake,
-            signals=signals,
-            batch_id=batch_id,
-            norm_fn=norm_fn,
-            world=world,
-            probes=self._probes,
-        )
-        self._running = RunningStats(target.models)
-        self._running_of = -1  # the step before which they were kept
-        self._saving = Saving(
-            target,
-            snapshots,
-            self.directory,
-            self,
-            self._guard,
-            self._keeper,
-            run=run_id,
-            policy=self.policy,
-            incarnation=incarnation,
-            first_step=self._state.step,
-            council=council,
-            sharers=sharers,
-            first_number=first_save,
-            clock=clock,
-        )
-        self._store, self._disk = self._saving.ram, self._saving.disk
-        self._canary = (
-            Canary(target.models, self.policy.canary.age, loss_fn)
-            if self.policy.canary.mode is CanaryMode.ON
-            else None
-        )
-
-        self._off = ""
-        self._detached = False
-        # Training may be started by somebody who is dealing with an earlier error.
-        self._handled = _recognised(sys.exc_info()[1])
-        self._masked = 0
-        # The logical step.
-        self._open: _OpenStep | None = None
-        self._sent: _SentStep | None = None  # reads="late": before it is heard of
-        self._ahead = Ahead(self.policy) if late else None
-        self._ready = Ready(target)
-        self._orders: tuple[Command, ...] = ()  # taken from the link, not yet observed
-        self._read_now: Counter[str] = Counter()
-        self._read_late = 0
+        # The step, from decision to outcome.
+        self._open: OpenStep | None = None
         self._plan = _PROCEED
         self._last: Decision | None = None
-        self._steps = 0  # decided
-        self._home = 0  # the thread that trains
-        self._done: set[int] = set()  # optimizers that stepped in it
-        self._stepped = [0] * len(target.optimizers)  # ... and when each did last
-        self._gates_since_update = 0
         self._late_skips = 0
-        self._scaler_skips = ScalerSkips(run_id)
-        self._left_out = False  # this step was not taken by the scaler, and no gate was reached
-        # Models whose ranks may have unequal numbers of batches.
-        self._joinable: list[Any] = [] if council is None else _ddp_in(target)
-        self._told: set[str] = set()  # kinds of blind spot that were logged
-        self._each = False  # members of the open step may be non-finite one by one
-        # The safe point.
-        self._safe_done = False
-        self._forwards = 0  # since the last gate
-        self._forwards_usual = 0  # most of one step so far
-        self._unseen = 0  # steps in a row without any
-        self._snapshot_due = False
-        self._restore_due: Decision | None = None
-        self._deferred: tuple[int, str] | None = None  # a rollback of the processes before
+        self._safe_done = False  # the safe point after it was passed
         self._halted = False
-        # Several ranks: whether this gate has entered the reduce, and has run to its end.
-        self._entered = False
-        self._gate_begun = self._gate_ended = False
-        self._gate_before: tuple[set[int], int, int, int, int] = (set(), 0, 0, 0, 0)
-        self._pause_looked = self._state.step - PAUSE_EVERY
-        self._paused = self._keeper.paused_by_file
-        self._record_trouble = ""
-        self._recorder = self._open_recorder(incarnation) if record else None
+        self._home = 0  # the thread that trains
+        self._index = {id(o): i for i, o in enumerate(given.target.optimizers)}
+        # Several ranks: how far this gate has come.
+        self._gate_mark: Mark | None = None
+        self._gate_ended = False
+        # Models whose ranks may have unequal numbers of batches.
+        self._joinable: list[Any] = [] if given.council is None else _ddp_in(given.target)
+
+        self._ending = Ending()
+        parts = Parts(given, self, self._awake)
+        self._turns = parts.turns
+        self._switch, self._guard = parts.switch, parts.guard
+        self._probes, self._observer = parts.probes, parts.observer
+        self._running = parts.running
+        self._saving = parts.saving
+        self._store, self._disk = parts.saving.ram, parts.saving.disk
+        self._canary = parts.canary
+        self._between = parts.between
+        self._voice = parts.voice
+        self._scaler_skips = parts.scaler_skips
+        self._late = parts.late
+        self._chronicle = parts.chronicle
+        self._blind = parts.blind
+
+        self._hooks = Hooks(given.target, self._observer, self._probes, self._guard)
 
         # Hooks last: a failure above leaves the user's objects untouched.
-        self._gates = [Gate(o, self, self._guard) for o in target.optimizers]
-        self._index = {id(o): i for i, o in enumerate(target.optimizers)}
-        self._scaler_tap = (
-            ScalerTap(target.scaler, self._before_update, self._guard)
-            if target.live_scaler is not None
-            else None
+        self._hooks.put_in(self, self._before_update)
+        self._check = SelfCheck(given.run_id, given.signals, **self._probes.found)
+        if given.council is not None:
+            self._check_copies(given.council)
+        self._hooks.listen()
+        self._attached = True
+        _registry.add(self, given.target.optimizers)
+        self._chronicle.ask(self._says)
+
+    def _check_copies(self, council: Council) -> None:
+        """Several ranks: do their shares add up to one model? All are asked, whatever fails."""
+        world, optimizers = council.world, self._target.optimizers
+        mine, whole = self._guard.run("self-check", elements, optimizers, world) or (0.0, 0)
+        counted = council.copies(mine)
+        if counted is not None and whole:
+            self._check.copies(counted, whole, world)
+
+    # ---------------------------------------------------------------- forward
+
+    def listening(self) -> bool:
+        """False while everything shall pass unseen: off, detached, or our own doing."""
+        return self._switch.listening()
+
+    def _awake(self) -> bool:
+        """Listening, and not inside a step() that evaluates its closure again."""
+        return self._switch.listening() and not self._hooks.busy()
+
+    def on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward tap: a training forward begins."""
+        if not self._awake() or torch._C._current_graph_task_id() != -1:
+            self._look_after_loss()
+            return  # the second: recomputed inside a backward pass
+        if self._joinable and any(m._join_config.enable for m in self._joinable):
+            self._disband(_UNEVEN)
+            return
+        self._turns.forwards += 1
+        if self._turns.forwards % LOOK_EVERY == 0:
+            self._guard.run("status", self._blind.tell)
+        self._reach_safe_point()
+        if self._probes.pace is not None:
+            self._guard.run("probe pace", self._probes.pace.on_forward, args, kwargs)
+        self._observer.rows = _rows(args, kwargs)
+        if self._canary is not None:
+            self._guard.run("canary", self._record, module, args, kwargs, False)
+
+    def on_output(self, module: nn.Module, output: Any) -> None:
+        """Forward tap: it ended."""
+        if self._canary is not None and self.listening():
+            self._guard.run("canary", self._canary.end, output, module)
+
+    def safe_point(self, *batch: Any) -> None:
+        """An adapter says: one step is over, the next has not begun; `batch` is what comes next.
+
+        For frameworks that call the model past __call__, where the forward tap sees nothing.
+        """
+        if not self._awake():
+            return
+        self._turns.forwards += 1
+        self._reach_safe_point()
+        if batch:
+            self._observer.rows = _rows(batch, {})
+
+    @property
+    def _upcoming(self) -> int:
+        """The step that is being made: the state may not have heard of the last one yet."""
+        return self._state.step + (self._late.sent is not None)
+
+    def _record(
+        self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outside: bool
+    ) -> None:
+        canary, step = self._canary, self._upcoming
+        if canary is None or self._observer.accumulating or not canary.due(step, call, outside):
+            return
+        canary.begin(step, call, args, kwargs, outside=outside)
+
+    # ---------------------------------------------------------------- the gate
+
+    def zeroed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gate: the user dropped this optimizer's gradients."""
+        if self.listening():
+            self._observer.zeroed(1 << self._index[id(optimizer)])
+
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> StepPlan | None:
+        """Gate: gradients are final; what shall be done with this step?"""
+        self._voice.entered = self._gate_ended = False
+        self._gate_mark = None
+        if self._council is not None:
+            self._council.begin()
+        self._gate_mark = self._turns.mark()
+        plan = self._before_step(optimizer, closure)
+        self._gate_ended = True
+        return plan
+
+    def keep_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> StepPlan | None:
+        """Gate: an error of ours has ended before_step() on this rank; the others go on.
+
+        Once more, with what the ranks have told each other so far: so this rank does what they do.
+        Failing that, the reduce at least is entered.
+        """
+        if self._council is None or self._gate_ended or not self.listening():
+            return None
+        me = self._index[id(optimizer)]
+        mark = self._gate_mark
+        first = self._turns.back_to(mark if mark is not None else self._turns.mark(), me)
+        if first and self._open is not None and not self._open.complete:
+            self._open = None  # this very step; one that is complete is not settled yet
+        if mark is not None:
+            self._council.rewind()
+        else:
+            self._council.begin()
+        plan = self._guard.run("again", self._before_step, optimizer, closure)
+        if plan is not None or not first:
+            return plan
+        if not self._voice.entered and self.listening():
+            self._turns.only(me)
+            self._plan = _PROCEED
+            if self._voice.observe(None, ()) is None:
+                self._switch_off(self._council.off)
+            self._guard.run("gate", self._observer.used)
+        return None
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> StepPlan | None:
+        began = self._clock()
+        observer, me = self._observer, self._index[id(optimizer)]
+        bit = 1 << me
+        observer.probe.refresh()
+        if not (observer.accumulating or observer.fresh or closure) and _has_no_rate(optimizer):
+            return None  # torch.distributed.checkpoint makes optimizer state by a step with lr 0
+        first = self._turns.gate(me)
+        if first:
+            self._plan = _PROCEED
+            self._settle()
+            self._decide(began, me)
+        newer = observer.newer & bit
+        self._turns.stepped(me)
+        observer.fresh &= ~bit
+        observer.newer &= ~bit
+        if first:
+            return self._plan
+        observer.forget(bit)
+        if newer:  # gradients that no limit was compared with
+            self._late.stop("gradients are made between two optimizers' steps")
+        looked_at = newer or self._scaler_skips.each
+        if looked_at and not self._plan.hold and self._voice.nonfinite(me):
+            self._late_skips += 1
+            logger.warning(
+                "held back one optimizer of the group, its gradients are not finite run=%s "
+                "step=%s optimizer=%s",
+                self.run_id,
+                self._state.step,
+                me,
+            )
+            return dataclasses.replace(self._plan, hold=True)
+        return self._plan
+
+    def after_step(self, optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:
+        """Gate: step() has run and everything is put back."""
+        step = self._open
+        if step is not None:
+            if not plan.hold and not kernel_will_drop(optimizer):
+                step.applied = True
+                if self._plan.hold:  # it could not be carried out
+                    step.executed = Action.PROCEED
+            step.complete = True
+        else:
+            self._late.stepped(plan)
+        self._safe_done = False
+        if plan.halt and not self._halted:
+            self._switch.asleep("ledger", self._halt, plan.halt)
+        if self._turns.unseen and self._turns.all_stepped():
+            self._run_safe_point(self._safe_point)
+
+    def _before_update(self) -> None:
+        """Scaler tap: on overflow step() was never called, and the step is observed here."""
+        gates = self._turns.updated()
+        if gates or not self._awake() or not self._observer.accumulating:
+            return
+        if not scaler_dropped(self._target):
+            return
+        began = self._clock()
+        self._turns.over()
+        self._settle()
+        self._observer.probe.refresh()
+        self._decide(began, 0, left_out=True)
+        self._turns.all_left_out()
+        self._observer.fresh = 0
+        step = self._open
+        if step is not None:
+            step.complete = True
+        self._safe_done = False
+
+    # ---------------------------------------------------------------- observe and decide
+
+    def _decide(self, began: float, me: int, *, left_out: bool = False) -> None:
+        """Observe, decide, and open the step; `left_out`: the scaler has not taken it."""
+        prepared = self._guard.run("gate", self._prelude, me)
+        sent = self._late.sent
+        if sent is not None:  # the device decides, and it is heard at the next gate
+            self._plan = sent.plan
+            self._observer.used()
+            sent.gate_s = self._clock() - began
+            return
+        members, measured, commands = prepared or ([me], None, ())
+        agreed = self._voice.observe(measured, commands)
+        if agreed is None:
+            self._stop_together()
+            return
+        observation, all_ready = agreed
+        self._observer.used()
+        if not self._check.done:
+            forward = not self._turns.unseen
+            self._guard.run("self-check", self._observer.hold_to, self._check, observation, forward)
+        observation = with_layers(observation, self.layers, self._state)
+        surely, canary = self._voice.surely, self._canary
+        if surely(engine.wants_canary, self._state, observation, self.policy) and canary:
+            answer = None
+            if all_ready:
+                answer = self._switch.asleep("canary", canary.answer, self._state.step)
+                if self._council is not None:
+                    answer = self._council.canary(answer)
+            if answer is not None:
+                observation = dataclasses.replace(observation, canary=answer)
+        own = surely(engine.decide, self._state, observation, self.policy)
+        decided = self._voice.ask(observation, own)
+        if decided is None:
+            self._stop_together()
+            return
+        decision, source = decided
+        self._last = decision
+        if canary is not None:
+            loss = measured.canary_loss if measured is not None else None
+            self._guard.run("canary", canary.judged, decision, loss)
+        executed = self._scaler_skips.executed(
+            decision, observation, members, me, left_out=left_out
         )
-        self._forward_tap = ForwardTap(target.models, self)
-        self._probes.attach()
-        self._check = SelfCheck(run_id, signals, **self._probes.found)
-        if council is not None:
-            mine, whole = self._guard.run("self-check", _elements, target, world) or (0.0, 0)
-            counted = council.copies(mine)
-            if counted is not None and whole:
-                self._check.copies(counted, whole, world)
-        self._faint = Faint(self._observer)
-        LOSS_TAP.subscribe(self._faint)
-        CLIP_TAP.subscribe(self._faint)
-        _attached.update(target.optimizers)
-        _sessions.add(self)
+        held = executed is not Action.PROCEED
+        if held and self._running.before == observation.step:
+            self._guard.run("act", self._running.put_back)
+        halt = decision.reason if executed is Action.HALT else ""
+        if self._council is not None and self._council.halt:
+            held, halt = True, self._council.halt
+        self._plan = StepPlan(hold=held, lr_factor=decision.lr_factor, halt=halt)
+        step = OpenStep(observation, decision, source, executed, self._clock() - began)
+        self._open = step
+        step.tell(self.run_id, self._state.ledger.skip_run + 1)
 
-    # ---------------------------------------------------------------- copies and forks
+    def _prelude(self, me: int) -> tuple[list[int], Measured | None, tuple[Command, ...]]:
+        """Everything before the decision that concerns this rank alone; any of it may fail."""
+        self._home = threading.get_ident()
+        turns = self._turns
+        if (turns.steps + 1) % LOOK_EVERY == 0:
+            self._guard.run("status", self._blind.tell)
+        turns.begin()
+        saving = self._saving
+        if saving.resume_due:
+            self._switch.asleep("ledger", saving.resume)
+        if saving.first_due:  # lazy parameters made it wait
+            self._switch.asleep("snapshot", saving.take_first)
+        members = turns.taking_part(self._observer.fresh, me)
+        # At this gate, or at the clip before the next one.
+        self._observer.probe.check_next(turns.steps <= 3 and not self._check.compared)
+        pending = self._canary.pending_loss if self._canary is not None else None
+        if self._late.on:
+            self._guard.run("measure", self._late.send, members, pending, checked=self._check.done)
+            if self._late.sent is not None:
+                return members, None, ()
+        measured = self._guard.run(
+            "measure", self._observer.measure, self._state.step, members, pending
+        )
+        return members, measured, self._late.take_orders()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled with whatever holds it, it is None: no other process has these hooks."""
-        return type(None), ()
+    # ---------------------------------------------------------------- the state
 
-    def __copy__(self) -> Session:
-        return self
+    def _settle(self) -> None:
+        """Move the state on what was done."""
+        if self._late.sent is not None:
+            self._open = self._late.hear()
+            self._last = self._open.decision
+        step = self._open
+        if step is None:
+            return
+        self._probes.after_step(step.applied)
+        decision, outcome, before = step.decision, step.outcome, self._state.ledger
+        state = self._voice.surely(
+            engine.apply, self._state, step.observation, decision, outcome, self.policy
+        )
+        # All that other ranks rely on first: what fails below is not gone through again.
+        self._between.settled(decision, step.executed, step.applied)
+        self._state = state
+        self._open = None
+        if self._council is not None:
+            self._council.carried_out(
+                outcome.step, outcome.executed.name, outcome.applied, decision.lr_factor
+            )
+        self._scaler_skips.settled(step.observation, outcome)
+        self._chronicle.step(step, before, state)
+        self._saving.prune()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
-        return self
+    @property
+    def state(self) -> State:
+        """The engine's state, with the last step settled."""
+        last = self._open or self._late.sent
+        if last is None or not last.complete:
+            return self._state
+        if self._home == threading.get_ident():  # elsewhere it could be settled twice
+            self._guard.run("settle", self._settle)
+        return self._state
 
-    def forked(self) -> None:
-        """In a forked child: trace, ledger, sidecar and snapshots are the parent's."""
-        self._off = "this process was forked from the one that is watched"
-        self._detached = True
-        self._open = self._sent = self._recorder = self._restore_due = None
-        self._link = EmbeddedLink(self.policy)
-        self._council = self._outlets = None
+    @property
+    def now(self) -> State:
+        """The engine's state as it is; see `state`."""
+        return self._state
 
-    def stand_aside(self, why: str) -> None:
-        """Take the hooks out again: this process shall train unattached, and status() says why."""
-        self._off = why
-        logger.error("not attached, training goes on unprotected run=%s why=%s", self.run_id, why)
-        self.detach()
+    def note(self, event: Event) -> None:
+        """Something happened between two steps: move the state on it, and tell everybody."""
+        before = self._state.ledger
+        self._state = self._voice.surely(engine.note, self._state, event, self.policy)
+        self._chronicle.event(event, before, self._state)
+        self._saving.prune()
 
-    def __del__(self) -> None:
-        """The user let go of model, optimizer and session: so do we."""
-        if not getattr(self, "_detached", True) and hasattr(self, "_faint"):
-            with contextlib.suppress(Exception):
-                self._detach(crashed=False)
+    def adopt_state(self, state: State) -> None:
+        """The run was restarted, and this is what it goes on with."""
+        self._state = state
+        self._chronicle.restated(state)
+
+    # ---------------------------------------------------------------- the safe point
+
+    def _reach_safe_point(self) -> None:
+        self._run_safe_point(self._maybe_safe_point)
+
+    def _run_safe_point(self, body: Callable[[], None]) -> None:
+        """With several ranks the collectives of a safe point are entered whatever fails here."""
+        council, switch = self._council, self._switch
+        if council is None:
+            switch.asleep("safe_point", body)
+            return
+        halting = bool(council.halt)
+        reached = self._safe_done and body == self._maybe_safe_point  # there is nothing to do
+        if not (switch.asleep("safe_point", _did, body) or reached or switch.off):
+            # Once more, from the start or where it had begun: what is done already stays as it is,
+            # and the others wait for this rank's vote.
+            again = self._safe_point if self._safe_done else body
+            switch.asleep("safe_point", again)
+        if council.off and not switch.off:
+            self._switch_off(council.off)
+        if council.halt and not halting:
+            logger.error("the ranks have parted run=%s why=%s", self.run_id, council.halt)
+
+    def _maybe_safe_point(self) -> None:
+        """A training forward begins: is this the first after the step?"""
+        if self._safe_done or self._observer.accumulating:
+            return
+        if self._turns.steps and not self._turns.all_stepped():
+            return
+        self._safe_done = True
+        self._safe_point()
+        self._running.keep(self._upcoming)
+
+    def _safe_point(self) -> None:
+        """Between two steps: nothing of the last is pending, nothing of the next has begun."""
+        hearing = self._late.sent is not None
+        if hearing:
+            # It is heard of at the next gate, and not before. Copies of the probes must not outlive
+            # the step; what held it back, if anything did, they are told then.
+            self._probes.after_step(True)
+        elif self._council is None:
+            self._settle()
+        else:  # whatever fails in it on this rank alone, the others go on to what follows
+            self._guard.run("settle", self._settle)
+            if self._open is not None:
+                self._guard.run("settle", self._settle)
+        self._turns.over()
+        self._between.work(hearing)
+
+    # ---------------------------------------------------------------- several ranks stop
+
+    def _stop_together(self) -> None:
+        assert self._council is not None
+        self._switch_off(self._council.off)
+
+    def _switch_off(self, why: str) -> None:
+        """All ranks hear it at the same step; this one goes on without us, as they do."""
+        self._plan = _PROCEED
+        self._open = None
+        self._switch.turn_off(why)
+
+    def _disband(self, why: str) -> None:
+        """What every rank finds out for itself at this point of the step."""
+        if self._council is not None:
+            self._guard.run("settle", self._settle)
+            self._council.disband(why)
+            self._switch_off(why)
+
+    def _look_after_loss(self) -> None:
+        """The group is gone: were the ranks still alike when it went?"""
+        council, switch = self._council, self._switch
+        if council is None or not switch.off or switch.detached or switch.sleeping:
+            return
+        if council.look(self._state.step + self._turns.forwards):
+            switch.asleep("ledger", self._halt, council.halt)
+            raise TrainingHalted(council.halt)
+        self._turns.forwards += 1
 
     # ---------------------------------------------------------------- for the user
 
@@ -378,17 +571,7 @@ class Session:
     @property
     def detached(self) -> bool:
         """Nothing of ours is in the loop any more."""
-        return self._detached
-
-    @property
-    def state(self) -> State:
-        """The engine's state, with the last step settled."""
-        last = self._open or self._sent
-        if last is None or not last.complete:
-            return self._state
-        if self._home == threading.get_ident():  # elsewhere it could be settled twice
-            self._guard.run("settle", self._settle)
-        return self._state
+        return self._switch.detached
 
     def loss(self, *args: Any, **kwargs: Any) -> Any:
         """`loss_fn(*args, **kwargs)`, remembered so that the canary can ask the same again.
@@ -415,7 +598,6 @@ class Session:
         ledger = self.state.ledger
         step = self._state.step
         protection, why = self._protection()
-        canary = self._canary
         incidents = telling.incidents(ledger)
         return Status(
             run_id=self.run_id,
@@ -424,8 +606,8 @@ class Session:
             policy=self.policy.name,
             protection=protection,
             why=why,
-            blind_spots=tuple(self._blind_spots()),
-            canary=telling.canary(canary, step, off=bool(self._off or self._detached)),
+            blind_spots=tuple(self._blind.found()),
+            canary=telling.canary(self._canary, step, off=not self._switch.on),
             candidate=next((s.step for s in ledger.snapshots if not s.healthy), None),
             healthy=tuple(s.step for s in ledger.snapshots if s.healthy),
             snapshot_bytes=self._store.size_bytes,
@@ -437,13 +619,30 @@ class Session:
             scaler_skips=self._scaler_skips.count,
             late_skips=self._late_skips,
             internal_errors=dict(self._guard.counts),
-            directory=str(self.directory) if self._recorder is not None else "",
+            directory=str(self.directory) if self._chronicle.recorder is not None else "",
             rank=self._council.rank if self._council is not None else 0,
             ranks=self._council.world if self._council is not None else 1,
             lineage=self._keeper.told,
             self_check=str(self._check),
-            reads=self._reads(),
+            reads=str(self._late),
             notes=telling.notes(self._saving, self._probes),
+        )
+
+    def _says(self) -> tuple[str, str]:
+        """Protection and why, where it is no longer what the last decision says; see link.Says."""
+        protection, why = self._protection()
+        last = self._last
+        decided = Protection.WARMING if last is None else last.readings.protection
+        return ("", "") if protection is decided else (str(protection), why)
+
+    def _protection(self) -> tuple[Protection, str]:
+        switch = self._switch
+        return telling.protection(
+            off="detached" if switch.detached and not switch.off else switch.off,
+            mode=self.policy.mode,
+            ledger=self._state.ledger,
+            last=self._last,
+            forsaken=self._blind.forsaken,
         )
 
     def checkpointed(self, path: str | os.PathLike[str]) -> None:
@@ -462,6 +661,12 @@ class Session:
         if self._awake():
             self._guard.run("snapshot", self._adopt, os.fspath(path))
 
+    def _adopt(self, path: str) -> None:
+        state, last = self.state, self._last
+        quiet = (last is None or last.readings.quiet) and not self._between.going_back
+        incident = "" if quiet else next((i.summary for i in state.ledger.incidents[-1:]), "")
+        self._saving.adopt(path, quiet=quiet, incident=incident)
+
     def saved(self, path: str | os.PathLike[str]) -> None:
         """An adapter says: the trainer has just written a checkpoint of its own, between two steps.
 
@@ -474,32 +679,25 @@ class Session:
             self._guard.run("settle", self._settle)
             self._guard.run("ledger", self._saving.remember)
 
+    # ---------------------------------------------------------------- the end
+
     def detach(self) -> None:
         """Take every hook out, close the trace, say goodbye; a second call does nothing.
 
         Called while an exception is on its way out of the loop, it says no goodbye: the run did not
         finish, and on-call is to hear of it.
         """
-        error = sys.exc_info()[1]
-        self._detach(crashed=_crashed(error) and _recognised(error) != self._handled)
+        self._detach(crashed=self._ending.is_a_crash())
 
     def _detach(self, *, crashed: bool) -> None:
-        if self._detached:
+        if self._switch.detached:
             return
         self._guard.run("settle", self._settle)
-        self._detached = True
-        for gate in self._gates:
-            self._guard.run("detach", gate.remove)
-        if self._scaler_tap is not None:
-            self._guard.run("detach", self._scaler_tap.remove)
-        self._guard.run("detach", self._forward_tap.remove)
-        LOSS_TAP.unsubscribe(self._faint)
-        CLIP_TAP.unsubscribe(self._faint)
+        self._switch.detached = True
+        self._hooks.remove()
         if self._canary is not None:
             self._guard.run("detach", self._canary.remove)
-        self._guard.run("detach", self._probes.detach)
-        for optimizer in self._target.optimizers:
-            _attached.discard(optimizer)
+        _registry.leave(self._target.optimizers)
         self._guard.run("snapshot", self._saving.close)
         self._saving.clear()
         self._running.clear()
@@ -508,762 +706,35 @@ class Session:
             self._guard.run("detach", self._council.say_leaving)
         self._close(crashed=crashed)
 
-    # ---------------------------------------------------------------- forward
+    def stand_aside(self, why: str) -> None:
+        """Take the hooks out again: this process shall train unattached, and status() says why."""
+        self._switch.off = why
+        logger.error("not attached, training goes on unprotected run=%s why=%s", self.run_id, why)
+        self.detach()
 
-    def listening(self) -> bool:
-        """False while everything shall pass unseen: off, detached, or our own doing."""
-        return not (self._off or self._masked or self._detached)
-
-    def _awake(self) -> bool:
-        """Listening, and not inside a step() that evaluates its closure again."""
-        return self.listening() and not any(gate.busy() for gate in self._gates)
-
-    def on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward tap: a training forward begins."""
-        if not self._awake() or torch._C._current_graph_task_id() != -1:
-            self._look_after_loss()
-            return  # the second: recomputed inside a backward pass
-        if self._joinable and any(m._join_config.enable for m in self._joinable):
-            self._disband(_UNEVEN)
-            return
-        self._forwards += 1
-        if self._forwards % LOOK_EVERY == 0:
-            self._guard.run("status", self._tell_blind_spots)
-        self._reach_safe_point()
-        if self._probes.pace is not None:
-            self._guard.run("probe pace", self._probes.pace.on_forward, args, kwargs)
-        self._observer.rows = _rows(args, kwargs)
-        if self._canary is not None:
-            self._guard.run("canary", self._record, module, args, kwargs, False)
-
-    def on_output(self, module: nn.Module, output: Any) -> None:
-        """Forward tap: it ended."""
-        if self._canary is not None and self.listening():
-            self._guard.run("canary", self._canary.end, output, module)
-
-    def safe_point(self, *batch: Any) -> None:
-        """An adapter says: one step is over, the next has not begun; `batch` is what comes next.
-
-        For frameworks that call the model past __call__, where the forward tap sees nothing.
-        """
-        if not self._awake():
-            return
-        self._forwards += 1
-        self._reach_safe_point()
-        if batch:
-            self._observer.rows = _rows(batch, {})
-
-    @property
-    def _upcoming(self) -> int:
-        """The step that is being made: the state may not have heard of the last one yet."""
-        return self._state.step + (self._sent is not None)
-
-    def _record(
-        self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outside: bool
-    ) -> None:
-        canary, step = self._canary, self._upcoming
-        if canary is None or self._observer.accumulating or not canary.due(step, call, outside):
-            return
-        canary.begin(step, call, args, kwargs, outside=outside)
-
-    # ---------------------------------------------------------------- the gate
-
-    def zeroed(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gate: the user dropped this optimizer's gradients."""
-        if self.listening():
-            self._observer.zeroed(1 << self._index[id(optimizer)])
-
-    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> StepPlan | None:
-        """Gate: gradients are final; what shall be done with this step?"""
-        self._entered = self._gate_ended = False
-        self._gate_before = (
-            set(self._done),
-            self._steps,
-            self._forwards,
-            self._unseen,
-            self._gates_since_update,
-        )
-        self._gate_begun = False
-        if self._council is not None:
-            self._council.begin()
-        self._gate_begun = True
-        plan = self._before_step(optimizer, closure)
-        self._gate_ended = True
-        return plan
-
-    def keep_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> StepPlan | None:
-        """Gate: an error of ours has ended before_step() on this rank; the others go on.
-
-        Once more, with what the ranks have told each other so far: so this rank does what they do.
-        Failing that, the reduce at least is entered.
-        """
-        if self._council is None or self._gate_ended or not self.listening():
-            return None
-        me = self._index[id(optimizer)]
-        done, self._steps, self._forwards, self._unseen, gates = self._gate_before
-        self._gates_since_update = gates
-        first = not done or me in done
-        self._done = set() if first else set(done)
-        if first and self._open is not None and not self._open.complete:
-            self._open = None  # this very step; one that is complete is not settled yet
-        if self._gate_begun:
-            self._council.rewind()
-        else:
-            self._council.begin()
-        plan = self._guard.run("again", self._before_step, optimizer, closure)
-        if plan is not None or not first:
-            return plan
-        if not self._entered and self.listening():
-            self._done = {me}
-            self._plan = _PROCEED
-            self._agree(None, ())
-            self._guard.run("gate", self._observer.used)
-        return None
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> StepPlan | None:
-        began = self._clock()
-        observer, me = self._observer, self._index[id(optimizer)]
-        bit = 1 << me
-        observer.probe.refresh()
-        if not (observer.accumulating or observer.fresh or closure) and _has_no_rate(optimizer):
-            return None  # torch.distributed.checkpoint makes optimizer state by a step with lr 0
-        self._gates_since_update += 1
-        if me in self._done:  # it steps again: the last logical step is over, whoever is missing
-            self._done.clear()
-        first = not self._done
-        if first:
-            self._plan = _PROCEED
-            self._settle()
-            self._decide(began, me)
-        newer = observer.newer & bit
-        self._done.add(me)
-        self._stepped[me] = self._steps
-        observer.fresh &= ~bit
-        observer.newer &= ~bit
-        if first:
-            return self._plan
-        observer.forget(bit)
-        if newer and self._ahead is not None:
-            # Gradients that no limit was compared with: such a loop is read as ever.
-            self._ahead = None
-            self._read_now["gradients are made between two optimizers' steps"] += 1
-        if (newer or self._each) and not self._plan.hold and self._late_nonfinite(me):
-            self._late_skips += 1
-            logger.warning(
-                "held back one optimizer of the group, its gradients are not finite run=%s "
-                "step=%s optimizer=%s",
-                self.run_id,
-                self._state.step,
-                me,
-            )
-            return dataclasses.replace(self._plan, hold=True)
-        return self._plan
-
-    def after_step(self, optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:
-        """Gate: step() has run and everything is put back."""
-        open_ = self._open
-        if open_ is not None:
-            if not plan.hold and not kernel_will_drop(optimizer):
-                open_.applied = True
-                if self._plan.hold:  # it could not be carried out
-                    open_.executed = Action.PROCEED
-            open_.complete = True
-        elif self._sent is not None:
-            self._sent.complete = True
-            if plan.found is None and self._plan.found is not None:
-                self._sent.carried = False
-        self._safe_done = False
-        if plan.halt and not self._halted:
-            self._masked_run("ledger", self._halt, plan.halt)
-        if self._unseen and self._all_stepped():
-            self._run_safe_point(self._safe_point)
-
-    def _decide(self, began: float, me: int) -> None:
-        """Observe, decide, and open the step."""
-        prepared = self._guard.run("gate", self._prelude, me)
-        if self._sent is not None:
-            self._observer.used()
-            self._sent.gate_s = self._clock() - began
-            return
-        members, measured, commands = prepared or ([me], None, ())
-        if self._council is None:
-            observation = (
-                self._observer.alone(measured, self._state.step, commands)
-                if measured is not None
-                # Measuring failed: say so, and decide on nothing.
-                else Observation(self._state.step, commands=commands, blind=True)
-            )
-            ready = True
-        else:
-            agreed = self._agree(measured, commands)
-            if agreed is None:
-                return
-            observation, ready = agreed
-        self._observer.used()
-        if not self._check.done:
-            self._guard.run("self-check", self._check_step, observation)
-        observation = self._with_layers(observation)
-        canary = self._canary
-        if self._surely(engine.wants_canary, self._state, observation, self.policy) and canary:
-            answer = None
-            if ready:
-                answer = self._masked_run("canary", canary.answer, self._state.step)
-                if self._council is not None:
-                    answer = self._council.canary(answer)
-            if answer is not None:
-                observation = dataclasses.replace(observation, canary=answer)
-        own = self._surely(engine.decide, self._state, observation, self.policy)
-        decided = self._ask(observation, own)
-        if decided is None:
-            return
-        decision, source = decided
-        self._last = decision
-        if canary is not None:
-            loss = measured.canary_loss if measured is not None else None
-            self._guard.run("canary", _keep_batch, canary, decision, loss)
-        executed = self._executed(decision, observation, members, me)
-        held = executed is not Action.PROCEED
-        if held and self._running_of == observation.step:
-            self._guard.run("act", self._running.put_back)
-        halt = decision.reason if executed is Action.HALT else ""
-        if self._council is not None and self._council.halt:
-            held, halt = True, self._council.halt
-        self._plan = StepPlan(hold=held, lr_factor=decision.lr_factor, halt=halt)
-        self._open = _OpenStep(observation, decision, source, executed, self._clock() - began)
-        self._tell_held(executed, decision)
-
-    def _tell_held(self, executed: Action, decision: Decision) -> None:
-        held = executed is not Action.PROCEED
-        in_a_row = self._state.ledger.skip_run + 1
-        # Of a long row of skips the 1st, 2nd, 4th, 8th ... is told: it may go on for days.
-        if held and (executed is not Action.SKIP_STEP or in_a_row & (in_a_row - 1) == 0):
-            logger.warning(
-                "%s run=%s step=%s rule=%s reason=%s",
-                executed.name.lower(),
-                self.run_id,
-                decision.step,
-                decision.rule,
-                decision.reason,
-            )
-
-    def _with_layers(self, observation: Observation) -> Observation:
-        """What the engine must know of the layers, once: it travels and is recorded as columns."""
-        if not observation.columns or not advice.wants_layers(self._state.stats.advice):
-            return observation
-        columns = {**observation.columns, **self.layers.columns()}
-        return dataclasses.replace(observation, columns=columns)
-
-    def _check_step(self, observation: Observation) -> None:
-        checked, self._observer.probe.checked = self._observer.probe.checked, []
-        if checked:
-            self._check.norms(checked)
-        if self._check.saw(
-            loss=observation.loss is not None,
-            forward=not self._unseen,
-            columns=observation.columns.keys(),
-        ):
-            self._observer.failed_checks = len(self._check.failures)
-
-    def _prelude(self, me: int) -> tuple[list[int], Measured | None, tuple[Command, ...]]:
-        """Everything before the decision that concerns this rank alone; any of it may fail."""
-        self._home = threading.get_ident()
-        self._steps += 1
-        if self._steps % LOOK_EVERY == 0:
-            self._guard.run("status", self._tell_blind_spots)
-        self._unseen = 0 if self._forwards else self._unseen + 1
-        self._forwards_usual = max(self._forwards_usual, self._forwards)
-        self._forwards = 0
-        saving = self._saving
-        if saving.resume_due:
-            self._masked_run("ledger", saving.resume)
-        if saving.first_due:  # lazy parameters made it wait
-            self._masked_run("snapshot", saving.take_first)
-        members = self._taking_part(me)
-        # At this gate, or at the clip before the next one.
-        self._observer.probe.check_next(self._steps <= 3 and not self._check.compared)
-        pending = self._canary.pending_loss if self._canary is not None else None
-        if self._ahead is not None:
-            self._guard.run("measure", self._send, self._ahead, members, pending)
-            if self._sent is not None:
-                return members, None, ()
-        measured = self._guard.run(
-            "measure", self._observer.measure, self._state.step, members, pending
-        )
-        orders, self._orders = self._orders, ()
-        return members, measured, (*orders, *self._link.take_commands())
-
-    # ---------------------------------------------------------------- reads="late"
-
-    def _send(self, ahead: Ahead, members: list[int], pending: Tensor | None) -> None:
-        """Let the device decide on this step, and read what it measured at the next gate."""
-        if self._state.step - self._pause_looked >= PAUSE_EVERY:
-            self._look_for_pause()  # the safe point had a step open
-        why = self._why_now(members)
-        limits = Limits(why)
-        if not why:
-            limits = ahead.limits(
-                self._state,
-                loss=self._observer.sees_loss,
-                snapshots=self._saving.takes(self._state.step + 1),
-            )
-        letter: Letter | str = limits.read_now
-        if not letter:
-            letter = self._observer.send(self._state.step, members, pending, limits)
-        if isinstance(letter, str):
-            self._read_now[letter] += 1
-            return
-        self._read_late += 1
-        if letter.found is not None and self._running_of == self._state.step:
-            self._guard.run("act", self._running.put_back_where, letter.found)
-        if self._canary is not None:
-            self._guard.run("canary", self._canary.set_aside)
-        self._plan = StepPlan(lr_factor=limits.lr_factor, found=letter.found)
-        self._sent = _SentStep(letter, limits.lr_factor, 0.0)
-
-    def _why_now(self, members: list[int]) -> str:
-        """What this process knows, besides the engine, against deciding on the device."""
-        self._orders = (*self._orders, *self._link.take_commands())
-        if self._orders:
-            return "a person's order"
-        if not self._check.done:
-            return "the self-check of the first steps"
-        if self._saving.first_due or self._saving.resume_due:
-            return "the run begins"
-        if self._observer.probe.clips_in_parts(members):
-            return "gradients were clipped in parts"
-        if self._canary is not None and self._canary.copy_waits:
-            return "a large batch is kept for the canary"
-        return self._ready.why_not(members)
-
-    def _hear(self, sent: _SentStep) -> None:
-        """The step before is heard of: decide on it, and hold that to what the device did."""
-        step = self._state.step
-        heard = self._guard.run("measure", self._observer.receive, sent.letter)
-        if heard is None:
-            observation, found, loss = Observation(step, blind=True), False, None
-        else:
-            measured, norm, found = heard
-            observation = self._observer.alone(measured, step, ())
-            observation = self._with_layers(dataclasses.replace(observation, grad_norm=norm))
-            loss = measured.canary_loss
-        own = self._surely(engine.decide, self._state, observation, self.policy)
-        decision, source = self._link.decide(observation, own, self._state)
-        self._last = decision
-        held = found and sent.carried and sent.complete
-        executed = Action.SKIP_STEP if held else Action.PROCEED
-        if self._canary is not None:
-            quiet = decision.keep_batch and not held
-            self._guard.run("canary", self._canary.settle_aside, quiet, loss)
-        if executed is not decision.action:
-            logger.warning(
-                "the device did otherwise than was decided, what it did counts run=%s step=%s "
-                "done=%s decided=%s",
-                self.run_id,
-                step,
-                executed.name.lower(),
-                decision.action.name.lower(),
-            )
-        self._tell_held(executed, decision)
-        self._open = _OpenStep(
-            observation, decision, source, executed, sent.gate_s, sent.complete and not held
-        )
-
-    def _reads(self) -> str:
-        """For status(); "" where reads="late" was not asked for."""
-        if self._ahead is None and not self._read_now:
-            return ""
-        at_once = ", ".join(f"{why} {n}" for why, n in self._read_now.most_common())
-        return (
-            f"late in {self._read_late} steps; at once in {sum(self._read_now.values())}"
-            f"{f' ({at_once})' if at_once else ''}"
-        )
-
-    # ---------------------------------------------------------------- several ranks
-
-    def _agree(
-        self, measured: Measured | None, commands: tuple[Command, ...]
-    ) -> tuple[Observation, bool] | None:
-        """Several ranks: the observation that all share; None: they have stopped, all of them."""
-        council, saving = self._council, self._saving
-        assert council is not None
-        self._entered = True
-        ready = self._canary is not None and self._canary.ready(self._state.step)
-        note = Note()
-        if council.rank == 0:
-            if measured is not None:
-                note = Note(
-                    lr=measured.lr,
-                    scale=measured.loss_scale,
-                    shape=measured.shape,
-                    batch=measured.batch_id,
-                    scalars={k: v for k, v in measured.scalars.items() if k in advice.SCALARS},
-                )
-            note.orders = commands
-            note.paused = self._paused
-            note = saving.add_to(note)
-        heard_note = council.step(
-            measured,
-            saving.facts(ready=ready),
-            note,
-            attempt=self._state.ledger.attempt,
-            state=lambda: codec.state_hash(self._state),
-        )
-        if heard_note is None:
-            self._switch_off(council.off)
-            return None
-        heard, note = heard_note
-        if note.state:
-            told = council.state(saving.restarted(), note.state)
-            if told is None:
-                self._switch_off(council.off)
-                return None
-            if council.rank:
-                self._surely(saving.follow_rank_0, codec.decode_state(told))
-        elif not heard.same_digest:
-            told = council.one_state(lambda: codec.encode_state(self._state))
-            if told is None:
-                self._switch_off(council.off)
-                return None
-            if council.rank:
-                self._surely(self.adopt_state, codec.decode_state(told))
-        if note.restore is not None:
-            self._deferred = note.restore
-        self._surely(saving.heard, heard, note)
-        if note.paused != self._keeper.paused_by_file:
-            self._keeper.paused_by_file = note.paused
-            self.note(AutomationSet(self._state.step, note.paused, f"file {PAUSE_FILE}"))
-        observation = self._surely(self._observer.together, heard, note, self._state.step)
-        if council.rank == 0 and measured is not None and measured.scalars:
-            # The others only for the record: nothing is decided or advised on them.
-            known = {k: v for k, v in measured.scalars.items() if k not in advice.SCALARS}
-            scalars = {**known, **observation.scalars}
-            observation = dataclasses.replace(observation, scalars=scalars)
-        return observation, heard.ready == heard.ranks
-
-    def _ask(self, observation: Observation, own: Decision) -> tuple[Decision, Source] | None:
-        """The sidecar's answer, or the own decision; None: the ranks have stopped together."""
-        council = self._council
-        if council is None:
-            return self._link.decide(observation, own, self._state)
-        decision, source = own, Source.TRAINER
-        if council.rank == 0:
-            asked = self._guard.run("link", self._link.decide, observation, own, self._state)
-            if asked is not None:
-                decision, source = asked
-        if not council.sidecar:
-            return decision, source
-        payload = None
-        if council.rank == 0 and decision is not own and decision != own:
-            payload = codec.encode_decision(decision)
-        told = council.answer(payload, source is Source.SIDECAR)
-        if told is None:
-            self._switch_off(council.off)
-            return None
-        decided, other = told
-        if other is not None:
-            return codec.decode_decision(other), Source.SIDECAR
-        return own, Source.SIDECAR if decided else Source.TRAINER
-
-    def _executed(
-        self, decision: Decision, observation: Observation, members: list[int], me: int
-    ) -> Action:
-        """The decision's action, unless the scaler is about to do the same by itself."""
-        executed = decision.action
-        self._each = False
-        # With a loss far above its baseline it is no routine: nothing of such a step is applied.
-        calm = not decision.readings.spike_score > self.policy.spike.z_stay
-        if executed is Action.SKIP_STEP and _routine_overflow(observation):
-            if any(kernel_will_drop(self._target.optimizers[m]) for m in members):
-                if calm or len(members) == 1:
-                    executed = Action.PROCEED  # the scaler's business: it drops the step by itself
-            elif (
-                calm
-                and self._target.live_scaler is not None
-                and len(members) > 1
-                and not self._late_nonfinite(me)
-            ):
-                # Another optimizer overflowed: the scaler leaves its step() out and this one in,
-                # as it does unattached. Should it come all the same, it is looked at by itself.
-                executed, self._each = Action.PROCEED, True
-            if self._left_out:
-                executed = Action.PROCEED
-        return executed
-
-    def _late_nonfinite(self, me: int) -> bool:
-        """On any rank."""
-        mine = self._observer.late_nonfinite(me)
-        return mine if self._council is None else not self._council.all_finite(not mine)
-
-    def _surely(self, body: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """A pure function of what all ranks share: if it fails here, it is asked again.
-
-        What fails on one rank alone (no memory for a moment) must not make this rank act alone.
-        """
-        try:
-            return body(*args, **kwargs)
-        except Exception as error:
-            if self._council is None:
-                raise
-            self._guard.note("again", error)
-        try:
-            return body(*args, **kwargs)
-        except Exception:
-            self._council.want_off(self._guard.last)
-            raise
-
-    def _switch_off(self, why: str) -> None:
-        """All ranks hear it at the same step; this one goes on without us, as they do."""
-        self._plan = _PROCEED
-        self._open = None
-        if self._off:
-            return
-        self._off = why
-        step = self._state.step
-        self._tell_off()
-        if self._council is not None:
-            self._council.carried_out(step, Action.PROCEED.name, True, 1.0)
-        logger.error(
-            "sentinel switched itself off, training goes on unprotected run=%s step=%s why=%s",
-            self.run_id,
-            step,
-            why,
-        )
-
-    def _disband(self, why: str) -> None:
-        """What every rank finds out for itself at this point of the step."""
-        if self._council is not None:
+    def at_exit(self) -> None:
+        """The interpreter ends: close what is open, and leave the hooks."""
+        if not self._switch.detached:
             self._guard.run("settle", self._settle)
-            self._council.disband(why)
-            self._switch_off(why)
+            self._switch.detached = True
+            self._guard.run("snapshot", self._saving.close)
+            # Set for what nobody caught, when its traceback was printed.
+            self._close(crashed=crashed(getattr(sys, "last_value", None)))
 
-    def _tell_off(self) -> None:
-        if self._outlets is not None:
-            text = f"protection is off, training goes on: {self._off}"
-            self._outlets.tell("off", Severity.CRITICAL, settled(self._state), text)
-
-    def _look_after_loss(self) -> None:
-        """The group is gone: were the ranks still alike when it went?"""
-        council = self._council
-        if council is None or not self._off or self._detached or self._masked:
-            return
-        if council.look(self._state.step + self._forwards):
-            self._masked_run("ledger", self._halt, council.halt)
-            raise TrainingHalted(council.halt)
-        self._forwards += 1
-
-    def _taking_part(self, me: int) -> list[int]:
-        """Optimizers whose gradients belong to this decision."""
-        if len(self._gates) == 1:
-            return [0]
-        bits = self._observer.fresh | (1 << me)
-        return [
-            m
-            for m in range(len(self._gates))
-            if bits >> m & 1 and (m == me or not self._dormant(m))
-        ]
-
-    def _dormant(self, member: int) -> bool:
-        return self._steps - self._stepped[member] > DORMANT
-
-    def _all_stepped(self) -> bool:
-        """Every optimizer that still takes part has stepped in this logical step."""
-        return len(self._done) == len(self._gates) or all(
-            m in self._done or self._dormant(m) for m in range(len(self._gates))
-        )
-
-    def _before_update(self) -> None:
-        """Scaler tap: on overflow step() was never called, and the step is observed here."""
-        gates, self._gates_since_update = self._gates_since_update, 0
-        if gates or not self._awake() or not self._observer.accumulating:
-            return
-        if not scaler_dropped(self._target):
-            return
-        began = self._clock()
-        self._done.clear()
-        self._settle()
-        self._observer.probe.refresh()
-        self._left_out = True
-        try:
-            self._decide(began, 0)
-        finally:
-            self._left_out = False
-        self._done = set(range(len(self._gates)))
-        self._stepped = [self._steps] * len(self._gates)
-        self._observer.fresh = 0
-        open_ = self._open
-        if open_ is not None:
-            open_.complete = True
-        self._safe_done = False
-
-    def _masked_run(self, where: str, body: Callable[..., Any], *args: Any) -> Any:
-        """Run `body` guarded and with all of our own seams asleep."""
-        self._masked += 1
-        try:
-            with torch.no_grad():
-                return self._guard.run(where, body, *args)
-        finally:
-            self._masked -= 1
-
-    # ---------------------------------------------------------------- settle and safe point
-
-    def _settle(self) -> None:
-        """Move the state on what was done."""
-        sent, self._sent = self._sent, None
-        if sent is not None:
-            self._hear(sent)
-        open_ = self._open
-        if open_ is None:
-            return
-        self._probes.after_step(open_.applied)
-        observation, decision = open_.observation, open_.decision
-        outcome = Outcome(observation.step, open_.executed, open_.applied, open_.source)
-        before = self._state.ledger
-        self._state = self._surely(
-            engine.apply, self._state, observation, decision, outcome, self.policy
-        )
-        # All that other ranks rely on first: what fails below is not gone through again.
-        self._open = None
-        self._snapshot_due = decision.take_snapshot and open_.applied
-        if open_.executed is Action.ROLLBACK:
-            self._restore_due = decision
+    def _close(self, *, crashed: bool) -> None:
         if self._council is not None:
-            self._council.carried_out(
-                observation.step, outcome.executed.name, outcome.applied, decision.lr_factor
-            )
-        self._scaler_skips.settled(observation, outcome)
-        self._keeper.settled(observation, decision, outcome)
-        self._keeper.moved(before, self._state)  # before a restore or a halt is carried out
-        if self._outlets is not None:
-            self._outlets.step(observation, decision, self._state, self._guard.counts)
-            self._outlets.moved(before, self._state)
-            if self.policy.mode is not Mode.OBSERVE and before.automation:  # else nothing is lost
-                self._outlets.unguarded(decision)
-        if self._recorder is not None:
-            try:
-                self._recorder.step(
-                    observation, decision, outcome, self._state, gate_s=open_.gate_s
-                )
-                if self._record_trouble:
-                    self._trace_healed()
-            except OSError as error:
-                self._trace_failed(error)
-        self._link.settled(observation, decision, outcome)
-        if self._state.ledger is not before and (self._council is None or not self._council.rank):
-            for line in telling.flags(before, self._state.ledger, self.layers.layers):
-                logger.warning("flag run=%s step=%s %s", self.run_id, observation.step, line)
-        self._prune()
+            self._council.close()
+        self._guard.run("ledger", self._close_ledger)
+        how = "halted" if self._halted else "lost" if crashed else "finished"
+        self._chronicle.close(how, self._state)
 
-    @property
-    def now(self) -> State:
-        """The engine's state as it is; see `state`."""
-        return self._state
-
-    def adopt_state(self, state: State) -> None:
-        """The run was restarted, and this is what it goes on with."""
-        self._state = state
-        if self._recorder is not None:
-            try:
-                self._recorder.restate(state)
-            except OSError as error:
-                self._trace_failed(error)
-
-    def note(self, event: Event) -> None:
-        """Something happened between two steps: move the state on it, and tell everybody."""
-        before = self._state.ledger
-        self._state = self._surely(engine.note, self._state, event, self.policy)
-        self._keeper.moved(before, self._state)
-        if self._outlets is not None:
-            self._outlets.moved(before, self._state)
-            step = settled(self._state)
-            if isinstance(event, Restored):
-                text = f"rolled back to step {event.target}"
-                self._outlets.tell("rollback", Severity.CRITICAL, step, text)
-            elif isinstance(event, RestoreFailed):
-                text = f"a rollback was not possible: {event.reason}"
-                self._outlets.tell("rollback_failed", Severity.CRITICAL, step, text)
-        if self._recorder is not None:
-            try:
-                self._recorder.event(event, self._state)
-            except OSError as error:
-                self._trace_failed(error)
-        self._link.event(event)
-        self._prune()
-
-    def _prune(self) -> None:
-        self._saving.prune()
-
-    def _reach_safe_point(self) -> None:
-        self._run_safe_point(self._maybe_safe_point)
-
-    def _run_safe_point(self, body: Callable[[], None]) -> None:
-        """With several ranks the collectives of a safe point are entered whatever fails here."""
-        council = self._council
-        if council is None:
-            self._masked_run("safe_point", body)
-            return
-        halting = bool(council.halt)
-        reached = self._safe_done and body == self._maybe_safe_point  # there is nothing to do
-        if not (self._masked_run("safe_point", _did, body) or reached or self._off):
-            # Once more, from the start or where it had begun: what is done already stays as it is,
-            # and the others wait for this rank's vote.
-            again = self._safe_point if self._safe_done else body
-            self._masked_run("safe_point", again)
-        if council.off and not self._off:
-            self._switch_off(council.off)
-        if council.halt and not halting:
-            logger.error("the ranks have parted run=%s why=%s", self.run_id, council.halt)
-
-    def _maybe_safe_point(self) -> None:
-        """A training forward begins: is this the first after the step?"""
-        if self._safe_done or self._observer.accumulating:
-            return
-        if self._steps and not self._all_stepped():
-            return
-        self._safe_done = True
-        self._safe_point()
-        self._running.keep()
-        self._running_of = self._upcoming
-
-    def _safe_point(self) -> None:
-        """Between two steps: nothing of the last is pending, nothing of the next has begun."""
-        saving, council = self._saving, self._council
-        if self._sent is not None:
-            # It is heard of at the next gate, and not before. Copies of the probes must not outlive
-            # the step; what held it back, if anything did, they are told then.
-            self._probes.after_step(True)
-        elif council is None:
-            self._settle()
-        else:  # whatever fails in it on this rank alone, the others go on to what follows
-            self._guard.run("settle", self._settle)
-            if self._open is not None:
-                self._guard.run("settle", self._settle)
-        self._done.clear()
-        if council is not None:
-            # After an evaluation parameters may still be gathered: nothing below reads those.
-            self._guard.run("safe_point", shards.reshard, self._target.models)
-            council.compare(self._digest)
-        if saving.resume_due and (council is None or council.rank == 0):
-            self._guard.run("ledger", saving.resume)
-        if self._state.step - self._pause_looked >= PAUSE_EVERY and self._sent is None:
-            self._look_for_pause()
-        saving.poll()
-        if saving.first_due:
-            saving.take_first()
-        elif self._restore_due is not None:
-            decision = self._restore_due
-            if council is None:
-                self._restore_due = None  # what was half done is not begun again
-            saving.restore(decision)
-            self._restore_due = None
-        elif self._deferred is not None:
-            saving.restore_deferred(*self._deferred)
-            self._deferred = None
-        elif self._snapshot_due and self._sent is None:  # else it would hold an unheard step
-            self._snapshot_due = False
-            saving.take()
-
-    def _digest(self) -> bytes:
-        return bytes.fromhex(fingerprint(self._target).partition("-")[2])
+    def _close_ledger(self) -> None:
+        try:
+            if self._turns.steps and not self._saving.resume_due:
+                self._saving.remember()
+                self._keeper.save(self._state, sync=True)
+        finally:
+            self._keeper.close()
 
     def _halt(self, reason: str) -> None:
         """Before TrainingHalted is raised: the ledger, the marker, and what a person will want."""
@@ -1282,217 +753,38 @@ class Session:
             if self._disk.enabled:
                 self._guard.run("snapshot", self._saving.save_evidence)
 
-    def _adopt(self, path: str) -> None:
-        state, last = self.state, self._last
-        quiet = (last is None or last.readings.quiet) and self._restore_due is None
-        incident = "" if quiet else next((i.summary for i in state.ledger.incidents[-1:]), "")
-        self._saving.adopt(path, quiet=quiet, incident=incident)
+    def __del__(self) -> None:
+        """The user let go of model, optimizer and session: so do we."""
+        if self._attached and not self._switch.detached:
+            with contextlib.suppress(Exception):
+                self._detach(crashed=False)
 
-    def _look_for_pause(self) -> None:
-        """A file pauses automation without any sidecar."""
-        self._pause_looked = self._state.step
-        if self._council is not None and self._council.rank:
-            return  # rank 0 says it
-        found = any(os.path.exists(place / PAUSE_FILE) for place in (self.run_dir, self.directory))
-        if self._council is not None:
-            self._paused = found  # told to all at the next gate
-        elif found != self._keeper.paused_by_file:
-            self._keeper.paused_by_file = found
-            self.note(AutomationSet(self._state.step, found, f"file {PAUSE_FILE}"))
+    # ---------------------------------------------------------------- copies and forks
 
-    # ---------------------------------------------------------------- failing and closing
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with whatever holds it, it is None: no other process has these hooks."""
+        return type(None), ()
 
-    def _broken(self, where: str) -> None:
-        """Guard: it failed again and again at one place."""
-        if self._off or where in TOLERATED or where.startswith("probe "):
-            return
-        if self._council is not None:
-            self._council.want_off(self._guard.last)
-            return
-        self._off = f"sentinel failed at {where} again and again: {self._guard.last}"
-        self._tell_off()
-        logger.error(
-            "sentinel switched itself off, training goes on unprotected run=%s why=%s",
-            self.run_id,
-            self._off,
-        )
+    def __copy__(self) -> Session:
+        return self
 
-    def _open_recorder(self, incarnation: str) -> Recorder:
-        rows = self.layers.rows()
-        recorder = Recorder(
-            self.directory,
-            run=self.run_id,
-            policy=self.policy,
-            state=self._state,
-            incarnation=incarnation,
-            layers=rows,
-            config=configuration.describe(
-                self._target,
-                rows,
-                self.policy,
-                run=self.run_id,
-                incarnation=incarnation,
-                snapshots=self._snapshots,
-            ),
-        )
-        if recorder.trouble:
-            self._trace_failed(OSError(recorder.trouble))
-        return recorder
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        return self
 
-    def _trace_failed(self, error: OSError) -> None:
-        if not self._record_trouble:
-            logger.warning("the trace cannot be written run=%s reason=%s", self.run_id, error)
-        self._record_trouble = str(error)
-
-    def _trace_healed(self) -> None:
-        logger.info(
-            "the trace is written again run=%s step=%s missing=%s",
-            self.run_id,
-            self._state.step,
-            self._recorder.lost_records if self._recorder is not None else 0,
-        )
-        self._record_trouble = ""
-
-    def _close(self, *, crashed: bool) -> None:
-        if self._council is not None:
-            self._council.close()
-        self._guard.run("ledger", self._close_ledger)
-        how = "halted" if self._halted else "lost" if crashed else "finished"
-        self._guard.run("link", self._link.close, how, self._state)
-        if self._outlets is not None:
-            self._guard.run("outlets", self._outlets.close, how, self._state)
-        if self._recorder is not None:
-            try:
-                self._recorder.close()
-            except OSError as error:
-                self._trace_failed(error)
-
-    def _close_ledger(self) -> None:
-        try:
-            if self._steps and not self._saving.resume_due:
-                self._saving.remember()
-                self._keeper.save(self._state, sync=True)
-        finally:
-            self._keeper.close()
-
-    def at_exit(self) -> None:
-        """The interpreter ends: close what is open, and leave the hooks."""
-        if not self._detached:
-            self._guard.run("settle", self._settle)
-            self._detached = True
-            self._guard.run("snapshot", self._saving.close)
-            # Set for what nobody caught, when its traceback was printed.
-            self._close(crashed=_crashed(getattr(sys, "last_value", None)))
-
-    # ---------------------------------------------------------------- telling
-
-    def _protection(self) -> tuple[Protection, str]:
-        return telling.protection(
-            off="detached" if self._detached and not self._off else self._off,
-            mode=self.policy.mode,
-            ledger=self._state.ledger,
-            last=self._last,
-            forsaken=self._forsaken(),
-        )
-
-    def _forsaken(self) -> bool:
-        # Off, nobody counts steps: then forwards without one are no news.
-        usual = 4 * self._forwards_usual + 16
-        on = not (self._off or self._detached)
-        return on and self._steps > 0 and self._forwards > usual
-
-    def _tell_blind_spots(self) -> None:
-        """Each kind of blind spot is logged once: who never asks for the status shall know too."""
-        for spot in self._blind_spots():
-            kind = "".join(c for c in spot.what if not c.isdigit())
-            if kind not in self._told:
-                self._told.add(kind)
-                logger.warning(
-                    "blind spot run=%s step=%s what=%s way_out=%s",
-                    self.run_id,
-                    self._state.step,
-                    spot.what,
-                    spot.way_out,
-                )
-
-    def _blind_spots(self) -> list[BlindSpot]:
-        return [
-            *self._given_spots,
-            *telling.of_the_probes(self._probes),
-            *telling.of_the_depth(self.layers, self.policy),
-            *telling.of_the_loop(
-                forsaken=self._forwards if self._forsaken() else 0,
-                loss_unseen=bool(self._observer.steps_without_loss),
-                forward_unseen=bool(self._unseen and self._steps > 1),
-                unlisted=self._observer.probe.unlisted,
-            ),
-            *telling.of_saving(self._saving, self._snapshots, self._keeper),
-            *telling.of_the_trace(
-                self._record_trouble,
-                self._recorder.lost_records if self._recorder is not None else 0,
-            ),
-        ]
+    def forked(self) -> None:
+        """In a forked child: trace, ledger, sidecar and snapshots are the parent's."""
+        self._switch.off = "this process was forked from the one that is watched"
+        self._switch.detached = True
+        self._open = self._council = None
+        self._link = EmbeddedLink(self.policy)
+        self._late.forget()
+        self._between.forget()
+        self._chronicle.recorder = None
 
 
 def _did(body: Callable[[], None]) -> bool:
     body()
     return True
-
-
-def _after_fork() -> None:
-    for session in list(_sessions):
-        session.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-@atexit.register
-def _close_all() -> None:
-    for session in list(_sessions):
-        session.at_exit()
-
-
-def _elements(target: Target, world: int) -> tuple[float, int]:
-    """This rank's share of the trained elements, and how many there are; (0, 0) if not known."""
-    mine, whole = 0.0, 0
-    for optimizer in target.optimizers:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if nn.parameter.is_lazy(p):
-                    return 0.0, 0
-                mine += share(p, world) * local(p.detach()).numel()
-                whole += p.numel()
-    return mine, whole
-
-
-def _crashed(error: BaseException | None) -> bool:
-    """It ends training, and not because somebody wanted it to end."""
-    if isinstance(error, SystemExit):
-        return error.code not in (None, 0)
-    wanted = KeyboardInterrupt | StopIteration | GeneratorExit
-    return error is not None and not isinstance(error, wanted)
-
-
-def _recognised(error: BaseException | None) -> tuple[object, ...] | None:
-    """What tells an error from others. Keeping it would keep its frames, and their tensors, alive.
-
-    Its id alone does not: once it is gone, the next error may lie at the same address.
-    """
-    if error is None:
-        return None
-    trace = error.__traceback__
-    where = (None, 0) if trace is None else (trace.tb_frame.f_code, trace.tb_lineno)
-    return (id(error), type(error), *where)
-
-
-def _keep_batch(canary: Canary, decision: Decision, loss: float | None) -> None:
-    if decision.drop_canaries:
-        canary.clear()
-    if decision.keep_batch and decision.action is Action.PROCEED:
-        canary.keep(loss)
-    else:
-        canary.drop_current()
 
 
 def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -1510,8 +802,3 @@ def _ddp_in(target: Target) -> list[Any]:
 
 def _has_no_rate(optimizer: torch.optim.Optimizer) -> bool:
     return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
-
-
-def _routine_overflow(observation: Observation) -> bool:
-    """A step that the scaler drops while its loss is fine: the scaler at work, no skip of ours."""
-    return observation.loss is None or math.isfinite(observation.loss)

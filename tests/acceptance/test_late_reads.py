@@ -76,7 +76,7 @@ class Watched:
 
         def each(t: int) -> None:
             assert not hasattr(self.job.optimizer, "found_inf")
-            if self.session._sent is not None:
+            if self.session._late.sent is not None:
                 self.late.append(t)
 
         self.trail = train_job(self.job, data, each)
@@ -205,7 +205,7 @@ def test_a_step_that_makes_optimizer_state_is_read_at_once(
             optimizer.step()
             if t == 10:
                 assert all(map(torch.equal, before, model.parameters()))
-                assert session._sent is None
+                assert session._late.sent is None
                 assert not any(optimizer.state.get(p) for p in second.parameters())
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
@@ -257,7 +257,9 @@ def test_optimizer_state_reset_in_place_is_made_by_a_step_that_is_read_at_once(
                 assert all(map(torch.equal, before, model.parameters())) is (t == 12)
                 if reads == "late":
                     # 13 follows a fault.
-                    assert (session._sent is not None) is (t in (5, 6, 7, 8, 9, 10, 11, 14, 15)), t
+                    assert (session._late.sent is not None) is (
+                        t in (5, 6, 7, 8, 9, 10, 11, 14, 15)
+                    ), t
         assert skipped(session) == {"nonfinite_grad": 1}
         ends.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *ends))
@@ -295,7 +297,10 @@ def test_one_clip_over_decay_groups_a_frozen_layer_and_two_optimizers_is_late(
             for optimizer in both:
                 optimizer.step()
             assert all(map(torch.equal, before, model.parameters())) is (t == 12)
-            assert (session._sent is not None) is (t >= 5 and t != 13), (t, session.status().reads)
+            assert (session._late.sent is not None) is (t >= 5 and t != 13), (
+                t,
+                session.status().reads,
+            )
     assert skipped(session) == {"nonfinite_grad": 1}
 
 
@@ -562,7 +567,7 @@ def test_two_optimizers_follow_one_verdict(tmp_path: Path) -> None:
                 optimizer.step()
             same = all(map(torch.equal, before, model.parameters()))
             assert same is (t == 12)
-            assert (session._sent is not None) is (t >= 5 and t != 13) or t > 13
+            assert (session._late.sent is not None) is (t >= 5 and t != 13) or t > 13
     assert skipped(session) == {"nonfinite_grad": 1}
 
 

@@ -289,14 +289,14 @@ class Loop:
         return dict(self.session._probes._probes) if self.session is not None else {}
 
     def _enter(self) -> None:
-        LOSS_TAP.subscribe(self.session._faint)
-        CLIP_TAP.subscribe(self.session._faint)
+        LOSS_TAP.subscribe(self.session._hooks.faint)
+        CLIP_TAP.subscribe(self.session._hooks.faint)
         if "attention" in self.probes:
             capture.CAPTURE.subscribe(self.probes["attention"], list(self.model.modules()))
 
     def _leave(self) -> None:
-        LOSS_TAP.unsubscribe(self.session._faint)
-        CLIP_TAP.unsubscribe(self.session._faint)
+        LOSS_TAP.unsubscribe(self.session._hooks.faint)
+        CLIP_TAP.unsubscribe(self.session._hooks.faint)
         if "attention" in self.probes:
             capture.CAPTURE.unsubscribe(self.probes["attention"])
 

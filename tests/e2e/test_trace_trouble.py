@@ -76,7 +76,7 @@ def test_a_full_disk_costs_the_records_that_do_not_fit(disk: Path, tmp_path: Pat
     filler.unlink()
     run(loop, 20)
     loop.session.state  # noqa: B018  settles the last step
-    lost = loop.session._recorder.lost_records
+    lost = loop.session._chronicle.lost
     assert 20 <= lost <= 40, "steps, and the snapshots between them"
     assert holes(loop) == f"the trace has holes: {lost} records are missing"
     assert_unharmed(loop, 70, tmp_path)

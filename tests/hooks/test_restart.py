@@ -125,7 +125,7 @@ class Process:
         session = self.session
         session._keeper._enabled = False
         session._disk.enabled = False
-        session._recorder = None
+        session._chronicle.recorder = None
         session.detach()
 
 

@@ -31,6 +31,7 @@ from sentinel.core.types import (
 )
 from sentinel.traces.reader import Reader
 from sentinel_hooks import AttachError, Session, Snapshots, TrainingHalted
+from sentinel_hooks.parts.turns import DORMANT
 from tests.hooks.worlds import Net, digest
 
 pytestmark = pytest.mark.torch
@@ -596,7 +597,7 @@ def test_snapshots_wait_for_all_optimizers_but_not_for_one_that_never_steps(
     healthy = pair.session.status().healthy
     assert healthy[0] == 0
     assert len(healthy) > 1, "the second optimizer starved the snapshots"
-    assert healthy[1] >= sentinel_hooks.session.DORMANT
+    assert healthy[1] >= DORMANT
 
 
 # ---------------------------------------------------------------- the safe point
@@ -710,7 +711,7 @@ def test_copies_and_pickles_of_a_watched_model_carry_nothing_of_ours(tmp_path: P
                 loaded_criterion(other(x), torch.zeros(2, 1)).backward()
         copied_optimizer.step()
         assert session.state.step == 0
-        assert session._forwards == 0
+        assert session._turns.forwards == 0
         code = (
             "import pickle, sys\n"
             "print(len(pickle.load(sys.stdin.buffer)), 'sentinel_hooks' in sys.modules)"
@@ -871,8 +872,8 @@ def test_losing_the_disk_or_the_memory_goes_on_and_shows(
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
 
-    assert loop.session._recorder is not None
-    monkeypatch.setattr(loop.session._recorder, "step", full)
+    assert loop.session._chronicle.recorder is not None
+    monkeypatch.setattr(loop.session._chronicle.recorder, "step", full)
     loop.session._store._available = lambda: 10
     for _ in range(3):
         loop.step()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from sentinel_hooks import session as sessions
 from sentinel_hooks.actuators import HeldBack, ScaledLr
 from sentinel_hooks.guard import LIMIT, Guard
+from sentinel_hooks.parts import crashing
 from sentinel_hooks.seams.patch import Patch
 
 pytestmark = pytest.mark.torch
@@ -114,7 +114,7 @@ def test_a_scaled_rate_comes_back_as_the_object_it_was() -> None:
 def test_an_error_at_the_address_of_an_earlier_one_is_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sessions, "id", lambda error: 7, raising=False)
+    monkeypatch.setattr(crashing, "id", lambda error: 7, raising=False)
     seen = []
     for number in range(2):
         try:
@@ -122,6 +122,6 @@ def test_an_error_at_the_address_of_an_earlier_one_is_another(
                 raise ValueError("out of memory")
             raise ValueError("out of memory")
         except ValueError as error:
-            seen.append((sessions._recognised(error), sessions._recognised(error)))
+            seen.append((crashing.recognised(error), crashing.recognised(error)))
     (first, again), (other, _) = seen
     assert first == again != other

@@ -200,7 +200,7 @@ def test_all_ranks_do_the_same_whatever_one_of_them_does_at_length(
         # A step that a rank has not noted: it decided on another state from then on.
         "ddp raise 0 26 session.Session.after_step:entry",
         # A rollback whose step was not settled: no cut rate on this rank.
-        "plain raise 2 32 session.Session._all_stepped:exit",
+        "plain raise 2 32 parts.turns.Turns.all_stepped:exit",
         "fsdp raise 3 32 session.Session._settle:entry",
         "ddp raise 1 32 saving.Saving.restore:exit",
         # A rate that was cut twice.
@@ -273,7 +273,7 @@ def test_an_error_at_any_place_of_a_step_in_which_all_act_parts_nobody(
 
 
 def main() -> None:
-    """Runs draws by number, faults in words ("ddp raise 1 12 session.Session._ask:entry"), or
+    """Runs draws by number, faults in words ("ddp raise 1 12 session.Session._decide:entry"), or
     "sweep WORLD RANK STEP", and says how each ended.
     """
     with Ranks() as ranks:

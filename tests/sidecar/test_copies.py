@@ -45,7 +45,7 @@ class Place:
         self.client.put("/v1/runs/r7", json={})
         run = self.service.runs.get("r7")
         state = engine.initial(460)
-        run.state = replace(state, ledger=replace(state.ledger, snapshots=known))
+        run.mirror.state = replace(state, ledger=replace(state.ledger, snapshots=known))
 
     def read(self) -> None:
         """What is due is read, and told."""

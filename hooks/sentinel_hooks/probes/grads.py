@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -370,6 +370,19 @@ def share(parameter: Tensor, world: int) -> float:
         if placement.is_replicate():
             copies *= int(mesh.size(dimension))
     return 1.0 / copies
+
+
+def elements(optimizers: Iterable[torch.optim.Optimizer], world: int) -> tuple[float, int]:
+    """This rank's share of the trained elements, and how many there are; (0, 0) if not known."""
+    mine, whole = 0.0, 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if nn.parameter.is_lazy(p):
+                    return 0.0, 0
+                mine += share(p, world) * local(p.detach()).numel()
+                whole += p.numel()
+    return mine, whole
 
 
 def _picked(share_P: Float64 | None, places: list[int]) -> Float64 | None:

@@ -1,8 +1,8 @@
 """Running statistics of normalisation layers: a skipped step shall not have moved them either.
 
     stats = RunningStats(models)
-    stats.keep()          before the first training forward of a step
-    stats.put_back()      when that step is skipped
+    stats.keep(41)        before the first training forward of step 41
+    stats.put_back()      when that step (stats.before) is skipped
 
 BatchNorm and its kin learn in the forward pass, long before anyone knows that the batch was bad:
 one batch with a NaN makes `running_mean` NaN for good, and eval() with it. Their buffers are small
@@ -24,7 +24,11 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class RunningStats:
-    """The running statistics of `models` as they were before the step."""
+    """The running statistics of `models` as they were before the step.
+
+    Attributes:
+        before: the step before which they were kept.
+    """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         # A compiled or DDP wrapper lists the same modules again: each once.
@@ -32,11 +36,16 @@ class RunningStats:
         self._modules = [m for m in found.values() if m.track_running_stats]
         self._live: list[Tensor] = []
         self._kept: list[Tensor] = []
+        self.before = -1
 
-    def keep(self) -> None:
-        """Copy them; buffers are looked up anew, since .to() and load_state_dict replace them."""
-        if not self._modules:
-            return
+    def keep(self, step: int = 0) -> None:
+        """Copy them, before `step`."""
+        if self._modules:
+            self._copy()
+        self.before = step
+
+    def _copy(self) -> None:
+        """Buffers are looked up anew, since .to() and load_state_dict replace them."""
         live = [
             buffer
             for module in self._modules
