@@ -16,6 +16,7 @@ Shapes:  per-layer columns have shape [L], L = len(table.layers).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -76,8 +77,18 @@ class LayerTable:
         return [asdict(layer) for layer in self.layers]
 
     def columns(self) -> dict[str, Column]:
-        """Block and role of each layer, as the engine takes them; float32 [L], -1 for none."""
-        blocks = [-1 if layer.block is None else layer.block for layer in self.layers]
+        """Block and role of each layer, as the engine takes them; float32 [L], -1 for none.
+
+        A block that is one layer and changes the width (the first and the last of an MLP) is none
+        here: what comes out is not to be compared with what goes in.
+        """
+        alone = Counter(layer.block for layer in self.layers)
+        blocks = [
+            -1
+            if layer.block is None or (alone[layer.block] == 1 and _changes_width(module))
+            else layer.block
+            for layer, module in zip(self.layers, self._modules, strict=True)
+        ]
         roles = layer_outlier.roles_of(tuple(self._roles))
         return {
             LAYER_BLOCK: np.array(blocks, dtype=np.float32),
@@ -133,6 +144,14 @@ class LayerTable:
                 )
                 self._modules.append(module)
         self.layers = tuple(layers)
+
+
+def _changes_width(module: nn.Module) -> bool:
+    for given, made in (("in_features", "out_features"), ("in_channels", "out_channels")):
+        widths = getattr(module, given, None), getattr(module, made, None)
+        if None not in widths and widths[0] != widths[1]:
+            return True
+    return False
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:

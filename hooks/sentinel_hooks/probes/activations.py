@@ -11,7 +11,8 @@ RMS may be inf for finite outputs beyond 1e19: then the largest magnitude is fin
 
 The spread says whether a block still tells its tokens apart: of up to 32 tokens, the norm of what
 differs from their mean over the norm of all. Near 0 all are alike: the representation has
-collapsed. Taken every `every` steps, of the first micro-batch.
+collapsed. Taken every `every` steps, of the first micro-batch, of outputs [B, T, D]: rows of a 2-d
+output are samples, which a regressor's head tells apart by little beside its bias.
 
 A block is a child of a ModuleList or Sequential that has a number for a name, outermost first, or
 what blocks.py makes out; without any, the root's own children. Of more than MOST blocks an even
@@ -35,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from sentinel.core.types import (
     LAYER_ACTIVATION_ABSMAX,
@@ -45,7 +47,7 @@ from sentinel.core.types import (
 )
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes import capture, outputs
-from sentinel_hooks.probes.places import by_itself, is_exporting
+from sentinel_hooks.probes.places import by_itself, is_exporting, is_traced_through
 from sentinel_hooks.probes.probe import (
     EARLIER,
     NEVER,
@@ -143,6 +145,8 @@ class _Out:
         x = output
         if not isinstance(x, Tensor):
             if torch.compiler.is_compiling():
+                if is_traced_through():
+                    return
                 x = outputs.traced(output, args, kwargs)
             else:
                 at = self.block.at  # most blocks put out a tuple, and it is always the same item
@@ -152,9 +156,9 @@ class _Out:
             if x is None:
                 return
         if torch.compiler.is_compiling():
-            if torch.compiler.is_dynamo_compiling() and not is_exporting():
+            if not (is_exporting() or is_traced_through()):
                 torch.ops.torch_sentinel.activated(self.token, self.slot, x.detach())
-        elif not (is_transforming() or is_tracing()):
+        elif not (is_transforming() or is_tracing() or type(x) is FakeTensor):
             self.probe.take(self.block, x)
 
     def _chosen(self, args: Any, kwargs: Any, output: Any) -> Tensor | None:
@@ -273,7 +277,7 @@ class ActivationProbe(Quiet):
             self._settle_in(block, x.device)
         self._write(block, x)
         block.numel += x.numel()
-        if block.wanted and not block.spread and x.dim() in (2, 3):
+        if block.wanted and not block.spread and x.dim() == 3:
             rows = x.reshape(-1, x.size(-1))
             rows = rows[:: max(1, rows.size(0) // TOKENS)][:TOKENS].float()
             if rows.size(0) > 1:

@@ -13,9 +13,19 @@ is tight where logits are large, except in rows of nearly uniform attention. So:
 * where that proves nothing and the upper bound is above the threshold, the next steps compute all
   rows, in chunks, until the layer has moved away.
 
-The column holds the upper bound while that is under the threshold, and the lower one else: a layer
-is flagged when it is known to be above, at most two steps after it came there by a jump, at once if
-it grew into it.
+The column holds the upper bound where that is under the threshold, and the lower one where that is
+above it; where the threshold lies between the two it holds the threshold itself, which is not above
+it. So a layer is flagged when it is known to be above: at once if it grew into it, at most two
+steps after it came there by a jump.
+
+A layer that is hot in some steps only, as with batches of two kinds, comes there by a jump each
+time. So a step in which it was not known whether a layer is above is remembered for 32 steps, in
+which the layer is computed as exactly as it would have taken; it is flagged in the third such step
+at the latest. If it comes later than that, it is remembered for twice as long from then on.
+
+Scores handed to F.softmax with the row's maximum subtracted (as HF's gpt-oss does) have lost what
+is measured here. Told by all rows' maxima being exactly 0: the row of the layer is NOT_MEASURED in
+such a step, and blind_spots() says why.
 
 A kernel on the CPU takes a row whose scores are all nan for one that sees no key: it puts out 0 and
 a log-sum-exp of exactly 0. No row that sees two keys or more comes to that by itself, so a maximum
@@ -86,6 +96,10 @@ class AttentionProbe(Quiet):
         self._models = tuple(models)
         self._table = table
         self._threshold = threshold
+        mark = np.float32(threshold)  # as a column has it, and never above
+        if float(mark) > threshold:
+            mark = np.nextafter(mark, np.float32(-np.inf))
+        self._mark = float(mark)
         self._device = _device(models)
         self._places: list[tuple[nn.Module, Place]] = []
         self._live: list[Place] = []  # of those, the ones with hooks
@@ -251,8 +265,13 @@ class AttentionProbe(Quiet):
             else:
                 lower, upper = value.reshape(2, -1, heads)
             if np.count_nonzero(upper) < upper.size:  # a fifth of what all() takes
+                if keys is None:
+                    lower, upper = _less_shifted(places, lower, upper)
                 void = (upper == 0.0) & (lower < 0.0)  # exact numbers, which may be 0, are equal
                 lower, upper = np.where(void, np.nan, lower), np.where(void, np.nan, upper)
+            elif keys is None:
+                for place in places:
+                    place.shifted = False
             least, most = lower.max(1), upper.max(1)
             if most.min() <= NOTHING:  # every score was masked
                 least = np.where(least <= NOTHING, NOT_MEASURED, least)
@@ -299,22 +318,34 @@ class AttentionProbe(Quiet):
         return {} if found is None else {LAYER_ATTENTION_MAX_LOGIT: found}
 
     def _known_side(self, low: Float64, high: Float64) -> Float64:
-        # At most `high`: under the threshold. Else at least `low`; a nan is in both.
-        return np.where(high > self._threshold, low, high)
+        # Below the threshold the most that it can be, above it the least; a nan is in both.
+        return np.where(high > self._threshold, np.fmax(low, self._mark), high)
 
     def _next_level(self, place: Place, low: float, high: float) -> None:
+        step = self._step
         unclear = high > self._threshold and high - low > PRECISE * self._threshold
+        if high > self._threshold >= low:
+            place.unknown += 1
+            if 0 < place.until <= step:  # forgotten, and here again
+                place.patience *= 2
+            place.floor, place.until = min(place.level + 1, ALL), step + place.patience
+        elif step < place.until and high > WATCHED * self._threshold:
+            place.until = step + place.patience
         if high == NOT_MEASURED:
             place.level = SOME
         elif high <= WATCHED * self._threshold:
             place.level = FEW
         elif place.level == ALL:
-            if self._step - place.since >= FULL_AGAIN:
+            if step - place.since >= FULL_AGAIN:
                 place.level = SOME
         elif place.level == SOME and unclear:
-            place.level, place.since = ALL, self._step
+            place.level, place.since = ALL, step
         else:
             place.level = SOME
+        if step < place.until and place.level < place.floor:
+            if place.floor == ALL:
+                place.since = step
+            place.level = place.floor
 
     def _is_a_part(self, module: nn.Module, place: Place) -> bool:
         """A projection with things of its own inside (LoRA around c_attn), of an attention seen."""
@@ -352,10 +383,13 @@ class AttentionProbe(Quiet):
                 continue
             if any(p is not place for m, p in inside if m is not module and _holds(module, m)):
                 continue  # the inner one is named
-            blind.setdefault(_reason(place), []).append(place.name)
+            own = [p for m, p in self._places if p.trouble and _holds(module, m)]
+            blind.setdefault(_reason(own[0] if own else place), []).append(place.name)
         for _, place in self._places:
-            if place.trouble and place.measurements:
+            if (place.trouble and place.measurements) or place.shifted:
                 blind.setdefault(_reason(place), []).append(place.name)
+            elif place.passed and not place.measurements:
+                blind.setdefault(_PASSED, []).append(place.name)
         spots = [
             Unseen(f"attention logits of {_names(names)} are not seen: {why}", way_out)
             for (why, way_out), names in blind.items()
@@ -370,10 +404,49 @@ class AttentionProbe(Quiet):
             )
         return spots
 
+    def notes(self) -> list[str]:
+        """Where the column could not say on which side of the threshold a layer was."""
+        places = [place for _, place in self._places if place.unknown]
+        if not places:
+            return []
+        steps = sum(place.unknown for place in places)
+        names = _names([place.name for place in places])
+        return [
+            (
+                f"attention logits of {names} lay between bounds on either side of "
+                f"{self._threshold:g} in {steps} steps, before they were computed exactly; the "
+                f"column says {self._threshold:g} there"
+            )
+        ]
+
+
+_PASSED = (
+    "it takes softmaxes that look like attention, but no name says so, nor of what is around it",
+    "call F.scaled_dot_product_attention, or name the module (or its class) attn or attention",
+)
+
+
+def _less_shifted(
+    places: Sequence[Place], lower: Float64, upper: Float64
+) -> tuple[Float64, Float64]:
+    """Without the heads whose scores had their rows' maxima subtracted: nothing is known of them.
+
+    They are told by a lower bound of inf; see capture.py.
+    """
+    shifted = (upper == 0.0) & (lower == np.inf)
+    for place, all_heads in zip(places, shifted.all(1).tolist(), strict=True):
+        place.shifted = all_heads
+    return np.where(shifted, NOT_MEASURED, lower), np.where(shifted, NOT_MEASURED, upper)
+
 
 def _reason(place: Place) -> tuple[str, str]:
     if place.trouble:
         return place.trouble, "the other signals of the layer are not touched by this"
+    if place.shifted:
+        return (
+            "all rows of its scores have a maximum of 0: subtracted before, or no queries or keys",
+            "hand the scores themselves to F.softmax, which subtracts the maximum by itself",
+        )
     if not place.entered:
         return NEVER, EARLIER
     return (

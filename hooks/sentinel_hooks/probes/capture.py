@@ -10,13 +10,17 @@ classes hold them under a name of their own:
   for their backward pass is then read from the autograd node; with saved-tensor hooks (activation
   checkpointing, offloading), where looking would trigger a recomputation, it is taken as it is
   saved. A path that keeps none (math, dropout on the CPU) shows its scores at its softmax.
-* `F.softmax`, `torch.softmax` over the last dimension inside a module that is an attention by name:
-  hand-written ("eager") attention, nn.MultiheadAttention(need_weights=True).
+* `F.softmax`, `torch.softmax` over the last dimension inside a module that is an attention by name,
+  or lies in one: hand-written ("eager") attention, nn.MultiheadAttention(need_weights=True). Scores
+  whose rows all have a maximum of exactly 0 had it subtracted before: their size is lost, and they
+  are no measurement.
 * flash-attn's functions, when that package is imported: they return the log-sum-exp if asked.
 * `flex_attention`, off the CPU: it returns the maximum itself if asked.
 
 Compiled code gets the same as one opaque operator of torch's graph that is run where the code runs,
-so that nothing about a layer is baked in. No graph break, no recompilation.
+so that nothing about a layer is baked in. No graph break, no recompilation. That holds where dynamo
+reads our code. Where it is run while somebody traces (torch's decompositions call torch.softmax,
+with fake tensors), nothing of ours is done: is_traced_through().
 
 Not counted: calls under no_grad (evaluation), inside of torch.jit.trace and torch.func, and
 recomputation of what was seen in the forward.
@@ -40,11 +44,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, library, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sentinel_hooks.probes import exact
-from sentinel_hooks.probes.places import ALL, FEW, WHERE, Place, is_exporting
+from sentinel_hooks.probes.places import ALL, FEW, WHERE, Place, is_exporting, is_traced_through
 from sentinel_hooks.seams.patch import Patch
 from sentinel_hooks.seams.safe_point import is_tracing, is_transforming
 
@@ -117,6 +122,17 @@ def keep_scores(place: Place, best_H: Tensor) -> None:
     place.high.append(best_H)
 
 
+def _keep_softmax(place: Place, best: Tensor, least: Tensor) -> None:
+    """Keep what a softmax was given: the largest and the smallest of its rows' maxima.
+
+    Both exactly 0: the maxima were subtracted. A lower bound of inf above an upper one of 0 says so
+    to those who read it.
+    """
+    best, least = best.float(), least.float()
+    place.low.append(torch.where((best == 0.0) & (least == 0.0), math.inf, best))
+    place.high.append(best)
+
+
 def _again(place: Place) -> bool:
     """Inside a backward pass: a recomputation of what was seen already."""
     if torch._C._current_graph_task_id() != -1:
@@ -182,11 +198,18 @@ def _run_attended(
         _failed(place, error)
 
 
-def _run_scored(token: Tensor, best: Tensor) -> None:
+def _run_scored(token: Tensor, best: Tensor, least: Tensor) -> None:
     place = WHERE.place
-    if place is not None and place.attention and best.numel() and not _again(place):
-        keep_scores(place, best.clone())
+    if place is None or not best.numel() or _again(place):
+        return
+    if not place.counts:
+        place.passed += 1
+        return
+    try:
+        _keep_softmax(place, best.clone(), least.clone())
         _note(place)
+    except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
+        _failed(place, error)
 
 
 def operator(name: str, arguments: str, body: Callable[..., None]) -> None:
@@ -203,7 +226,7 @@ operator(
     "Tensor lse, Tensor best, Tensor q, Tensor k, Tensor? mask, bool causal, float? scale",
     _run_attended,
 )
-operator("scored", "Tensor best", _run_scored)
+operator("scored", "Tensor best, Tensor least", _run_scored)
 
 _TOKENS: dict[str, Tensor] = {}
 
@@ -256,9 +279,12 @@ def _traced(
     if lse is not None:
         return out, lse.detach(), nothing
     if out.requires_grad and query.dim() == 4:
-        q, k = _as_computed(query), _as_computed(key)
-        mask = attn_mask.detach() if attn_mask is not None else None
-        return out, nothing, exact.everywhere(q, k, mask, is_causal, scale, None).detach()
+        try:
+            q, k = _as_computed(query), _as_computed(key)
+            mask = attn_mask.detach() if attn_mask is not None else None
+            return out, nothing, exact.everywhere(q, k, mask, is_causal, scale, None).detach()
+        except Exception:  # noqa: BLE001  what torch takes is compiled, whether we can follow or not
+            return out, nothing, nothing
     return out, nothing, nothing
 
 
@@ -281,9 +307,10 @@ def scaled_dot_product_attention(
     """torch's own, watched."""
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if torch.compiler.is_compiling():
+        if is_traced_through() or is_exporting() or type(query) not in _PLAIN:
+            return _stock(*call)
         order = _TOKENS.get(query.device.type)
-        traced = torch.compiler.is_dynamo_compiling() and not is_exporting()
-        if order is None or not torch.is_grad_enabled() or not traced or query.dim() != 4:
+        if order is None or not torch.is_grad_enabled() or query.dim() != 4:
             return _stock(*call)
         out, lse, best = _traced(*call)
         q, k, mask = _as_computed(query), _as_computed(key), _detached(attn_mask)
@@ -294,7 +321,7 @@ def scaled_dot_product_attention(
         if torch.is_grad_enabled():
             WHERE.lost += CAPTURE.listening
         return _stock(*call)
-    elsewhere = is_transforming() or is_tracing()
+    elsewhere = is_transforming() or is_tracing() or type(query) is FakeTensor
     if not torch.is_grad_enabled() or elsewhere or _again(place):
         return _stock(*call)
     return _watched(place, *call)
@@ -327,10 +354,11 @@ def _watched(
     enable_gqa: bool,
 ) -> Tensor:
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if type(query) not in _PLAIN or query.dim() != 4:
+    dim = query.dim()
+    if type(query) not in _PLAIN or dim > 4:
         place.trouble = (
-            f"its queries are {type(query).__name__} of {query.dim()} dimensions, and only plain "
-            "tensors of 4 are measured"
+            f"its queries are {type(query).__name__} of {dim} dimensions, and only plain tensors "
+            "of up to 4 are measured"
         )
         return _stock(*call)
     hooks = _saved_tensor_hooks()
@@ -338,6 +366,7 @@ def _watched(
     best: Tensor | None = None
     if place.math:
         with _Scores() as scores:  # type: ignore[no-untyped-call]
+            scores.dim = dim
             out = _stock(*call)
         best = scores.best
     elif hooks is None:
@@ -365,9 +394,11 @@ def _watched(
             if key.size(-2) > 1:
                 _remember(place, node, lse)  # CUDA kernels pad theirs
     else:
-        with _Saved(hooks, query.dim()) as saved:
+        with _Saved(hooks, dim) as saved:
             out = _stock(*call)
         lse = saved.lse
+    if dim != 4:
+        lse = None  # fused kernels take 4
     if not out.requires_grad:
         return out  # frozen: blind_spots() names it if that is all there is
     try:
@@ -375,6 +406,8 @@ def _watched(
             keep_lse(place, lse, query, None, attn_mask, is_causal, scale, key.size(-2))
         else:
             q, k, mask = _as_computed(query), _as_computed(key), _detached(attn_mask)
+            if dim != 4:
+                q, k, mask = _one_head(q), _one_head(k), mask if mask is None else _one_head(mask)
             if lse is not None:
                 keep_lse(place, lse, q, k, mask, is_causal, scale, key.size(-2))
             else:  # from the next call on the scores are seen where they are made
@@ -393,6 +426,11 @@ def _remember(place: Place, node: Any, lse: Tensor) -> None:
     if lse.dim() == 3 and hasattr(node, "_saved_logsumexp"):
         place.kind, place.shape = type(node), lse.shape
         place.small = lse.numel() <= RAW_NUMEL
+
+
+def _one_head(x: Tensor) -> Tensor:
+    """[N, T, D] as [N, 1, T, D], [T, D] as [1, 1, T, D]; a mask in the same way."""
+    return x.unsqueeze(1) if x.dim() == 3 else x[None, None] if x.dim() == 2 else x
 
 
 def _detached(mask: Tensor | None) -> Tensor | None:
@@ -465,10 +503,12 @@ class _Scores(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the scores where the math path hands them to its softmax."""
 
     best: Tensor | None = None
+    dim = 4
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in _SOFTMAXES and args[0].dim() == 4:
-            self.best = args[0].detach().amax((0, 2, 3))
+        if func.overloadpacket in _SOFTMAXES and args[0].dim() == self.dim:
+            seen = args[0].detach()
+            self.best = seen.amax((0, 2, 3)) if self.dim == 4 else seen.amax().view(1)
         return func(*args, **(kwargs or {}))
 
 
@@ -489,45 +529,78 @@ def softmax(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """F.softmax, watched inside attention modules."""
-    _look_at_scores(input, dim)
-    if dim is not None and torch.compiler.is_compiling():
-        return input.softmax(dim, dtype=dtype)  # a graph calls by name, which would be ours again
+    if torch.compiler.is_compiling() and not is_traced_through():
+        _look_at_traced_scores(input, dim)
+        if dim is not None:  # a graph calls by name, which would be ours again
+            return input.softmax(dim, dtype=dtype)
+    else:
+        _look_at_scores(input, dim)
     return _softmax(input, dim, _stacklevel + 1, dtype)
 
 
 @functools.wraps(_torch_softmax)
 def torch_softmax(*args: Any, **kwargs: Any) -> Tensor:
     """torch.softmax, watched inside attention modules."""
-    if args and (len(args) > 1 or "dim" in kwargs):
-        _look_at_scores(args[0], args[1] if len(args) > 1 else kwargs["dim"])
-        if torch.compiler.is_compiling() and "out" not in kwargs:
+    if not args and "input" in kwargs:
+        args = (kwargs["input"],)
+        kwargs = {name: value for name, value in kwargs.items() if name != "input"}
+    given = args[0] if args else None
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if torch.compiler.is_compiling() and not is_traced_through():
+        _look_at_traced_scores(given, dim)
+        if args and dim is not None and "out" not in kwargs:
             compiled: Tensor = args[0].softmax(*args[1:], **kwargs)
             return compiled
+    else:
+        _look_at_scores(given, dim)
     return _torch_softmax(*args, **kwargs)
 
 
+def _largest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the rows' maxima the largest and the smallest, of each head.
+
+    Of 3-d scores of each of the first dimension.
+    """
+    rows = scores.amax(-1)
+    if rows.dim() == 3:
+        return rows.amax((0, 2)), rows.amin((0, 2))
+    return rows.amax(1), rows.amin(1)
+
+
+def _traced_largest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, as one piece of a graph; empty where it cannot be."""
+    try:
+        return _largest(scores.detach())
+    except Exception:  # noqa: BLE001  scores without elements, say, of which torch makes a softmax
+        return scores.new_empty(0), scores.new_empty(0)
+
+
+torch._dynamo.allow_in_graph(_traced_largest)  # type: ignore[no-untyped-call]
+
+
+def _look_at_traced_scores(scores: Any, dim: Any) -> None:
+    """Read by dynamo: what is done here is in the compiled code."""
+    if (
+        torch.is_grad_enabled()
+        and not is_exporting()
+        and type(scores) in _PLAIN
+        and scores.dim() == 4
+        and dim in (-1, 3)
+    ):
+        order = _TOKENS.get(scores.device.type)
+        if order is not None:
+            best, least = _traced_largest(scores)
+            torch.ops.torch_sentinel.scored(order, best, least)
+
+
 def _look_at_scores(scores: Any, dim: Any) -> None:
-    if torch.compiler.is_compiling():
-        # Torch's own decompositions call it too, while nobody traces: with fake tensors, among
-        # which none of ours may come.
-        if (
-            torch.is_grad_enabled()
-            and torch.compiler.is_dynamo_compiling()
-            and not is_exporting()
-            and isinstance(scores, Tensor)
-            and scores.dim() == 4
-            and dim in (-1, 3)
-        ):
-            order = _TOKENS.get(scores.device.type)
-            if order is not None:
-                torch.ops.torch_sentinel.scored(order, scores.detach().amax((0, 2, 3)))
-        return
     place = WHERE.place
     if (
         place is None
-        or not place.attention
         or not torch.is_grad_enabled()
         or not isinstance(scores, Tensor)
+        or type(scores) is FakeTensor
+        or torch.compiler.is_compiling()
         or scores.dim() not in (3, 4)
         or dim not in (-1, scores.dim() - 1)
         or is_transforming()
@@ -535,18 +608,16 @@ def _look_at_scores(scores: Any, dim: Any) -> None:
         or _again(place)
     ):
         return
+    if not place.counts:
+        # Of 3 dimensions it is as often a gate's as an attention's, unless it is square.
+        place.passed += scores.dim() == 4 or scores.size(1) == scores.size(2) > 1
+        return
     try:
-        seen = scores.detach()
-        if seen.dim() == 4:
-            best = seen.amax((0, 2, 3))
-        else:
-            best = seen.amax((1, 2))
-            heads = place.heads
-            if heads and best.numel() % heads == 0:
-                best = best.view(-1, heads).amax(0)
-            else:
-                best = best.amax(0, keepdim=True)
-        keep_scores(place, best)
+        best, least = _largest(scores.detach())
+        if scores.dim() == 3:  # one sequence's heads after the other's, if their number is known
+            heads = place.heads if place.heads and best.numel() % place.heads == 0 else 1
+            best, least = best.view(-1, heads).amax(0), least.view(-1, heads).amin(0)
+        _keep_softmax(place, best, least)
         _note(place)
     except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
         _failed(place, error)

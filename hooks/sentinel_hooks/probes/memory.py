@@ -3,7 +3,8 @@
     probe = MemoryProbe(models, optimizers, every=10)
     probe.phase("forward"); probe.before_step(step); probe.scalars()["memory_bytes/weights"]
 
-Weights, gradients and optimizer state are summed from the tensors themselves, each address once.
+Weights, gradients and optimizer state are summed from the storages that the tensors lie in, each
+once: views of one buffer are that buffer, and an expanded tensor is as large as what it repeats.
 On a CUDA device the allocator says the rest: `activations` is what is held at the end of the
 forward beyond the three, `other` what is held at the gate beyond them, `peak` the most so far (its
 counter is the user's too, so it is read and never reset), `headroom` the share of the device that
@@ -123,7 +124,7 @@ class MemoryProbe(Quiet):
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors, each address once; a sharded tensor is its shard."""
+    """Bytes of the tensors' storages, each once; a sharded tensor is its shard."""
     sizes: dict[int, int] = {}
     for t in tensors:
         if type(t) not in _PLAIN:
@@ -134,7 +135,11 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
         if t.layout is not torch.strided:
             t = t._values() if t.is_sparse else t.values()
         if t.device.type != "meta":  # offloaded weights: nothing is held for them
-            sizes[t.data_ptr()] = t.nbytes
+            try:
+                storage = t.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+            except (RuntimeError, NotImplementedError):  # a device that keeps no storage
+                sizes[t.data_ptr()] = t.nbytes
     return sum(sizes.values())
 
 

@@ -8,6 +8,9 @@ do. The innermost module that is not one of torch's own leaves names the call. I
 hooks become two custom operators (capture.py) that do the same when the code runs, so that all
 blocks share one graph.
 
+An attention is told by its name or its class's. What lies in one counts as attention too (`Head` in
+`MultiHeadAttention`), less norms, gates and the like, and where it belongs to one layer.
+
 A place's row is the module itself if the table has it, else its query projection, else the first
 layer in it, else the row of the module around it.
 
@@ -29,12 +32,14 @@ from sentinel_hooks.seams.safe_point import INERT
 
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _BESIDE = re.compile(r"norm|drop|mask|bias|embed|rotary|output", re.IGNORECASE)
+_NO_SCORES = re.compile(r"rout|gat(e|ing)|expert|moe|mlp|ffn|ffwd|feed", re.IGNORECASE)
 _QUERY = re.compile(
     r"^(q|qkv|wq|wqkv|query|q_proj|q_a_proj|q_lin|q_linear|qkv_proj|in_proj|c_attn|attn_qkv|"
     r"query_key_value|to_q|to_qkv|w_q|in_proj_qkv)$",
     re.IGNORECASE,
 )
 FULL_AGAIN = 100  # steps after which a layer that needed all rows is tried with few again
+REMEMBERED = 32  # steps that it is computed for, since it was not known whether it was above
 WATCHED = 0.8  # of the threshold: from here on the maximum is computed, not bounded
 FEW, SOME, ALL = 0, 1, 2  # what is done at a place: bounds only, 16 rows exact, all rows exact
 
@@ -44,7 +49,9 @@ class Place:
 
     __slots__ = (
         "attention",
+        "counts",
         "entered",
+        "floor",
         "heads",
         "high",
         "keys",
@@ -56,22 +63,28 @@ class Place:
         "measurements",
         "name",
         "outer",
+        "passed",
+        "patience",
         "raw",
         "row",
         "seen",
         "shape",
+        "shifted",
         "since",
         "slot",
         "small",
         "token",
         "top",
         "trouble",
+        "unknown",
+        "until",
     )
 
     def __init__(self, name: str, row: int, attention: bool, heads: int, slot: Tensor) -> None:
         self.name = name
         self.row = row
-        self.attention = attention
+        self.attention = attention  # by its name
+        self.counts = attention  # its softmax is attention: by its name, or that of one around it
         self.heads = heads
         self.slot = slot  # its address names the place in compiled code
         self.outer: Place | None = None
@@ -79,6 +92,12 @@ class Place:
         self.measurements = 0
         self.level = SOME
         self.since = 0  # the step at which `level` became ALL
+        self.floor = FEW  # at least that until the step `until`: it was not known whether above
+        self.until = 0
+        self.patience = REMEMBERED
+        self.unknown = 0  # steps in which it was not known
+        self.shifted = False  # the last scores had rows of which the maximum was subtracted
+        self.passed = 0  # softmaxes that looked like attention, and were not taken for it
         self.math = False  # the last call took a path without a log-sum-exp
         self.seen = False  # captured in a forward since the last step: a recomputation adds nothing
         self.raw: list[Tensor] = []  # log-sum-exps [B, H, T], reduced at the gate
@@ -140,6 +159,15 @@ WHERE = Where()
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
 
 
+def is_traced_through() -> bool:
+    """Somebody traces, and our code is run, not read: tensors are fake, and ours are real.
+
+    Dynamo reads it, answers this with False and puts what it finds into its graph. Decompositions,
+    functions that are allowed in a graph, AOTAutograd and torch.export run it.
+    """
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
 class _Hook:
     """A hook that does not travel: in a copy or a pickle of its module it is inert."""
 
@@ -184,7 +212,7 @@ class Enter(_Hook):
         if is_exporting():
             return
         if torch.compiler.is_compiling():
-            if torch.compiler.is_dynamo_compiling():  # else with fake tensors, in the graph as one
+            if not is_traced_through():
                 torch.ops.torch_sentinel.enter(self.token, self.slot)
         else:
             WHERE.enter(self.place)
@@ -197,7 +225,7 @@ class Leave(_Hook):
         if is_exporting():
             return
         if torch.compiler.is_compiling():
-            if torch.compiler.is_dynamo_compiling():  # else with fake tensors, in the graph as one
+            if not is_traced_through():
                 torch.ops.torch_sentinel.leave(self.token, self.slot)
         else:
             WHERE.leave(self.place)
@@ -215,10 +243,11 @@ def find(
     Args:
         slots: makes so many one-element tensors, whose addresses name the places.
     """
-    found: list[tuple[nn.Module, str, int, bool, int]] = []
+    found: list[tuple[nn.Module, str, int, bool, bool, int]] = []
     seen: set[int] = set()
     for model in models:
         rows: dict[str, int] = {}
+        inside: dict[str, bool] = {}  # it is, or lies in, an attention of one layer
         for name, module in model.named_modules():
             if id(module) in seen or not _may_attend(module):
                 continue
@@ -230,17 +259,30 @@ def find(
                 row = rows.get(around, -1)
             rows[name] = row
             heads = getattr(module, "num_heads", 0)
-            attention = any(
-                _ATTENTION.search(word) and not _BESIDE.search(word)
-                for word in (name.rpartition(".")[2], type(module).__name__)
+            words = (name.rpartition(".")[2], type(module).__name__)
+            # A projection in layers of its own (LoRA on c_attn) is none, whatever it is called.
+            attention = not _QUERY.match(words[0]) and any(
+                _ATTENTION.search(w) and not _BESIDE.search(w) for w in words
             )
-            found.append((module, name, row, attention, heads if isinstance(heads, int) else 0))
-    return [
-        (module, Place(name or type(module).__name__, row, attention, heads, slot))
-        for (module, name, row, attention, heads), slot in zip(
-            found, slots(len(found)), strict=True
-        )
-    ]
+            around = name
+            while around and around not in inside:
+                around = around.rpartition(".")[0]
+            counts = attention or (
+                inside.get(around, False)
+                and not any(_BESIDE.search(w) or _NO_SCORES.search(w) for w in words)
+            )
+            inside[name] = counts and row >= 0
+            if not isinstance(heads, int):
+                heads = 0
+            found.append((module, name, row, attention, counts, heads))
+    places = []
+    for (module, name, row, attention, counts, heads), slot in zip(
+        found, slots(len(found)), strict=True
+    ):
+        place = Place(name or type(module).__name__, row, attention, heads, slot)
+        place.counts = counts
+        places.append((module, place))
+    return places
 
 
 def _may_attend(module: nn.Module) -> bool:

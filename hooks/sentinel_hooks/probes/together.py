@@ -99,7 +99,7 @@ class Probes:
         if signals.memory:
             made["memory"] = MemoryProbe(models, optimizers, every)
         if signals.pace:
-            made["pace"] = PaceProbe(clock)
+            made["pace"] = PaceProbe(clock, models)
         if signals.residual_mixing is not None:
             made["residual_mixing"] = MixingProbe(signals.residual_mixing, every)
         return cls(made, guard)

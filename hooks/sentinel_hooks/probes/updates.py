@@ -10,8 +10,10 @@ the next forward begins. The numbers are read with those of the following step, 
 waits for the device: the ratio that stands beside the loss of step t is that of the update before.
 
 A step that was held back, or that nothing moved, has no ratio. A layer whose parameters no
-optimizer holds has none either; one that is held and did not move (a rate of 0) has 0. Complex
-parameters count with their magnitudes; 8-bit and other whole numbers are no parameters that step.
+optimizer holds has none either; one that is held and did not move (a rate of 0) has 0. Weights that
+were exactly 0 (adapters, projections that start at zero) have none for the next 100 steps: until
+then they are the sum of a few updates, and move by large shares of themselves in perfect health.
+Complex parameters count with their magnitudes; whole numbers are no parameters that step.
 
 Shapes:  columns float32 [L].
 Units:   ratio of L2 norms, dimensionless; about 1e-3 when healthy.
@@ -34,6 +36,7 @@ from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes.packing import SMALL, Packing
 from sentinel_hooks.probes.probe import Combine, Float64, Parts, Quiet, Unseen, column
 
+GROWING = 100  # steps in which weights that were 0 have no ratio
 UPDATE, WEIGHT, HELD = "update_squares", "weight_squares", "weight_held"
 
 
@@ -73,9 +76,12 @@ class UpdateProbe(Quiet):
         self._ready: list[tuple[Tensor, Any]] = []
         self._reading: list[tuple[Tensor, Any]] = []
         self._trouble = ""
+        self._step = 0
+        self._grown = np.zeros(len(table), np.intp)  # the step from which a row has a ratio
 
     def before_step(self, step: int) -> None:
         """Copy the weights, if this step is sampled."""
+        self._step = step
         self._reading, self._ready = self._ready, []
         self._before, self._weights = [], []
         if step % self._every or self._trouble:
@@ -128,13 +134,14 @@ class UpdateProbe(Quiet):
         return {UPDATE: update[:-1], WEIGHT: weight[:-1], HELD: held[:-1]}
 
     def finish(self, parts: Parts) -> dict[str, Column]:
-        """Ratio and weight norm; weights that were exactly 0 have no ratio."""
+        """Ratio and weight norm; weights that were exactly 0 have no ratio for some steps."""
         if UPDATE not in parts:
             return {}
         held, weight = parts[HELD] == 1.0, np.sqrt(parts[WEIGHT])
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.sqrt(parts[UPDATE]) / weight
-        ratio = np.where(held & (weight != 0.0), ratio, NOT_MEASURED)
+        self._grown[held & (weight == 0.0)] = self._step + GROWING
+        ratio = np.where(held & (self._grown <= self._step), ratio, NOT_MEASURED)
         columns = {}
         for name, values in (
             (LAYER_UPDATE_RATIO, ratio),

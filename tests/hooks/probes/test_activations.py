@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from sentinel.core.detectors import depth
 from sentinel.core.types import (
     LAYER_ACTIVATION_ABSMAX,
     LAYER_ACTIVATION_RMS,
     LAYER_ACTIVATION_SPREAD,
+    LAYER_BLOCK,
 )
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes.activations import MOST, ActivationProbe
@@ -390,3 +392,21 @@ def test_a_block_whose_output_is_of_an_unknown_kind_was_seen_and_its_kind_is_sai
     assert kind in spot.what
     assert "compiled" not in spot.what + spot.way_out
     assert "dataclass" in spot.way_out
+
+
+def test_a_healthy_regressor_has_no_tokens_and_no_residual_path(attached: Any) -> None:
+    """Its output is near the mean of the targets, whatever comes in, and far from what goes in."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)
+    )
+    with torch.no_grad():
+        model[4].bias.fill_(300.0)
+    probe, table = attached(model, every=1)
+    model(torch.randn(64, 8)).square().mean().backward()
+    columns = measured(probe, 0)
+    assert LAYER_ACTIVATION_SPREAD not in columns
+    assert columns[LAYER_ACTIVATION_RMS].max() == pytest.approx(300.0, rel=0.1)  # seen all the same
+    blocks = table.columns()[LAYER_BLOCK].astype(int)
+    assert blocks.tolist() == [-1, 2, -1]
+    assert not depth.gain(columns[LAYER_ACTIVATION_RMS], blocks, depth.DepthConfig()).flagged

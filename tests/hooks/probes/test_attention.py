@@ -20,11 +20,12 @@ from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention as early
 from torch.utils.checkpoint import checkpoint
 
+from sentinel.core.detectors import attention_logit
 from sentinel.core.types import LAYER_ATTENTION_MAX_LOGIT
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes import capture, exact
 from sentinel_hooks.probes.attention import AttentionProbe
-from sentinel_hooks.probes.places import FEW, SOME, WHERE, Place
+from sentinel_hooks.probes.places import ALL, FEW, SOME, WHERE, Place
 from sentinel_hooks.probes.probe import resolve
 from sentinel_hooks.probes.read import read
 
@@ -746,3 +747,241 @@ def test_attention_over_a_single_key_has_its_own_score_even_if_that_is_zero(
         model.blocks[0]["attn"].qkv.bias.fill_(math.nan)
     model(batch()).backward()
     assert np.isnan(list(w.layers().values())).all()
+
+
+# ---------------------------------------------------------------- batches of two kinds
+
+
+@pytest.mark.parametrize("threshold", [50.0, 49.9])  # the second is above itself as a float32
+def test_a_layer_above_in_every_second_batch_is_flagged_in_its_second(
+    watch: Any, threshold: float
+) -> None:
+    gain = [1.0]
+
+    def scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q * gain[0], k, v, is_causal=True)
+
+    torch.manual_seed(0)
+    model = Model(scaled, layers=1)
+    w = watch(model, threshold)
+    config = attention_logit.AttentionLogitConfig(threshold=threshold)
+    model(batch())
+    largest = max(truth(model.blocks[0]["attn"]))
+    flagged = []
+    for t in range(12):
+        hot = t % 2 == 1
+        gain[0] = (51.0 if hot else 20.0) / largest
+        model(batch()).backward()
+        column = w.column()
+        value = float(column.max())
+        flagged.append(bool(attention_logit.judge(column, config)))
+        if t == 1:  # nobody knew: neither that it is below, nor that it is above
+            assert value == pytest.approx(threshold)
+            assert w.probe.notes() != []
+        else:
+            assert value == pytest.approx(51.0 if hot else 20.0, abs=0.1 if hot else 3.0)
+    assert flagged == [False, False, False] + [True, False] * 4 + [True]
+    (note,) = w.probe.notes()
+    assert "in 1 steps" in note
+
+
+@pytest.mark.parametrize("period", [1, 2, 5, 31, 40, 100])
+def test_however_rarely_a_layer_is_hot_it_comes_to_be_computed(watch: Any, period: int) -> None:
+    probe = watch(Model(by_attribute, layers=1)).probe
+    place = probe.watched[0][1]
+    place.level = FEW
+    known = []
+    for t in range(16 * period):
+        probe._step = t
+        if t % period == period - 1:
+            known.append(place.level == ALL)  # 16 rows prove nothing here
+            probe._next_level(place, *((51.0, 51.0) if known[-1] else (47.0, 53.0)))
+        else:
+            probe._next_level(place, 20.0, 22.0)
+    if period < 32:
+        assert known == [False, False] + [True] * 14
+    else:
+        assert sum(known) >= 9
+        assert all(known[6:])
+    if period > 1:
+        for t in range(16 * period, 16 * period + 5000):
+            probe._step = t
+            probe._next_level(place, 20.0, 22.0)
+        assert place.level == FEW  # and is let go when it has been quiet for long
+
+
+# ---------------------------------------------------------------- scores of which something is lost
+
+
+@pytest.mark.parametrize("call", [F.softmax, "torch"])
+def test_scores_less_their_rows_maxima_are_no_measurement(watch: Any, call: Any) -> None:
+    shifting = [True]
+
+    def shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = causal(q, k)
+        if shifting[0]:
+            s = s - s.amax(-1, keepdim=True)
+        soft = torch.softmax(input=s, dim=-1) if call == "torch" else F.softmax(s, dim=-1)
+        return soft @ v
+
+    model = Model(shifted)
+    w = watch(model)
+    for _ in range(4):
+        model(batch()).backward()
+        assert w.column() is None
+    (spot,) = w.probe.blind_spots()
+    assert "subtracted before" in spot.what
+    assert "blocks.0.attn, blocks.1.attn, blocks.2.attn" in spot.what
+    shifting[0] = False
+    model(batch()).backward()
+    assert min(w.layers().values()) > 0.0
+    assert w.probe.blind_spots() == []
+
+
+# ---------------------------------------------------------------- where attention is written
+
+
+class Head(nn.Module):
+    """One head of a lecture's GPT: its name says nothing of attention."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, 8)
+        self.key = nn.Linear(WIDTH, 8)
+        self.how = how
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.query(x), self.key(x)
+        self.last = (q.detach()[:, None], k.detach()[:, None])
+        if self.how == "torch":
+            return F.scaled_dot_product_attention(q, k, x, is_causal=True)
+        if self.how == "one sequence":
+            each = [
+                F.scaled_dot_product_attention(a, b, c) for a, b, c in zip(q, k, x, strict=True)
+            ]
+            return torch.stack(each)
+        if self.how == "mask":
+            mask = torch.ones(len(x), LENGTH, LENGTH, dtype=torch.bool).tril()
+            return F.scaled_dot_product_attention(q, k, x, attn_mask=mask)
+        s = causal(q, k)
+        if self.how == "keyword":
+            return torch.softmax(input=s, dim=-1) @ x
+        return F.softmax(s, dim=-1) @ x
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.choose = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.softmax(self.choose(x) + 1e4, dim=-1).sum(-1, keepdim=True)
+
+
+class MultiHeadAttention(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Head(how) for _ in range(2))
+        self.gate = Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = sum(head(x) for head in self.heads) * self.gate(x)  # type: ignore[assignment]
+        return out
+
+
+class Lecture(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"sa": MultiHeadAttention(how)}) for _ in "ab")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block["sa"](x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("how", ["softmax", "keyword", "torch", "mask", "one sequence"])
+def test_heads_inside_of_an_attention_are_attention_and_its_gate_is_none(
+    how: str, watch: Any
+) -> None:
+    torch.manual_seed(0)
+    model = Lecture(how)
+    w = watch(model)
+    for _ in range(4):
+        model(batch()).backward()
+        found = w.layers()
+        heads = [f"blocks.{i}.sa.heads.{j}.query" for i in range(2) for j in range(2)]
+        assert list(found) == heads
+    assert w.probe.blind_spots() == []
+    for name, value in found.items():
+        q, k = model.get_submodule(name.rpartition(".")[0]).last  # type: ignore[misc]
+        s = q.double() @ k.double().transpose(-1, -2) / math.sqrt(8)
+        if how != "one sequence":
+            s = s.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -math.inf)
+        assert value == pytest.approx(float(s.max()), rel=1e-4)
+
+
+def test_attention_in_a_module_of_another_name_is_named_and_not_taken(watch: Any) -> None:
+    class Inline(Attn):
+        """Everything in the block itself."""
+
+    model = Model(by_softmax)
+    model.blocks = nn.ModuleList(nn.ModuleDict({"x": Inline(by_softmax)}) for _ in range(2))
+    for block in model.blocks:
+        block["attn"] = block["x"]
+    block_type = Inline.__name__
+    assert "att" not in block_type.lower()
+    w = watch(model)
+    for _ in range(2):
+        model(batch()).backward()
+        assert w.column() is None
+    (spot,) = w.probe.blind_spots()
+    assert "blocks.0.x, blocks.1.x" in spot.what
+    assert "look like attention" in spot.what
+    assert "attn" in spot.way_out
+
+
+def test_a_gate_outside_of_attention_is_nobodys_blind_spot(watch: Any) -> None:
+    model = nn.Sequential(Gate(), nn.Linear(1, 1))
+    w = watch(model)
+    for _ in range(3):
+        model(batch()).sum().backward()
+        assert w.column() is None
+    assert w.probe.blind_spots() == []
+
+
+def test_an_adapter_on_the_projection_of_a_seen_attention_is_no_blind_spot(watch: Any) -> None:
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = nn.Linear(WIDTH, 3 * WIDTH)
+            self.more = nn.ModuleDict({"default": nn.Linear(WIDTH, 3 * WIDTH)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.base_layer(x) + self.more["default"](x)
+            return out
+
+    class Adapted(Attn):
+        def __init__(self, how: Any) -> None:
+            super().__init__(how)
+            self.c_attn = Adapter()
+            del self.qkv
+
+        def forward(self, x: Tensor) -> Tensor:
+            B, T, D = x.shape
+            q, k, v = self.c_attn(x).view(B, T, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+            out: Tensor = self.out(self.how(q, k, v).transpose(1, 2).reshape(B, T, D))
+            return out
+
+    for how, seen in ((by_attribute, True), (by_hand, False)):
+        model = Model(how)
+        for block in model.blocks:
+            block["attn"] = Adapted(how)
+        w = watch(model)
+        for _ in range(4):
+            model(batch()).backward()
+            assert len(w.layers()) == (3 if seen else 0)
+        spots = [spot.what for spot in w.probe.blind_spots()]
+        assert len(spots) == (not seen)
+        assert all("blocks.0.attn, blocks.1.attn" in what for what in spots)

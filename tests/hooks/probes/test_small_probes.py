@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sentinel.core.detectors import update_ratio
 from sentinel.core.errors import ConfigError
 from sentinel.core.types import LAYER_UPDATE_RATIO, LAYER_WEIGHT_NORM
 from sentinel_hooks.guard import Guard
@@ -19,7 +21,7 @@ from sentinel_hooks.probes.clipping import ClipProbe
 from sentinel_hooks.probes.grads import GradProbe
 from sentinel_hooks.probes.memory import MemoryProbe
 from sentinel_hooks.probes.mixing import MixingProbe
-from sentinel_hooks.probes.pace import PaceProbe
+from sentinel_hooks.probes.pace import UNKNOWN, PaceProbe, tokens
 from sentinel_hooks.probes.probe import NOT_MEASURED, merge, resolve
 from sentinel_hooks.probes.read import read
 from sentinel_hooks.probes.together import Probes
@@ -174,6 +176,37 @@ def test_a_rate_of_zero_is_a_ratio_of_zero_and_weights_of_zero_have_none() -> No
     assert column.tolist() == [0.0, 0.0, NOT_MEASURED, NOT_MEASURED]
 
 
+def test_layers_that_start_at_zero_have_a_ratio_when_they_have_grown() -> None:
+    model = net()
+    with torch.no_grad():
+        model[3].weight.zero_()
+        model[3].bias.zero_()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    table = LayerTable.of([model])
+    probe = UpdateProbe([optimizer], table, every=1)
+    row = [layer.name for layer in table.layers].index("3")
+    ratios, norms, flagged = [], [], []
+    for step in range(110):
+        optimizer.zero_grad()
+        model(torch.randn(5, 6)).square().sum().backward() if step % 2 else model(
+            torch.randn(5, 6)
+        ).sum().backward()
+        probe.before_step(step)
+        columns = resolve(probe, read(probe.pending(), [])[0])
+        if step:
+            ratios.append(float(columns[LAYER_UPDATE_RATIO][row]))
+            norms.append(float(columns[LAYER_WEIGHT_NORM][row]))
+            config = update_ratio.UpdateRatioConfig()
+            flagged.append(update_ratio.judge(columns[LAYER_UPDATE_RATIO], config))
+        optimizer.step()
+        probe.after_step(True)
+    assert norms[0] == 0.0
+    assert norms[1] > 0.0
+    assert ratios[:100] == [NOT_MEASURED] * 100
+    assert all(0.0 < ratio < 0.1 for ratio in ratios[100:])
+    assert not any(flagged)
+
+
 def test_shares_make_replicas_count_once() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -258,6 +291,17 @@ def test_parameters_that_are_views_of_one_buffer_are_that_buffer_once() -> None:
     assert probe.scalars()["memory_bytes/weights"] == 120.0
 
 
+def test_a_storage_counts_once_whatever_else_looks_into_it() -> None:
+    model = nn.Module()
+    flat = torch.zeros(30)
+    model.register_buffer("flat", flat)
+    model.a, model.b = nn.Parameter(flat[:10]), nn.Parameter(flat[10:30])
+    model.register_buffer("mask", torch.zeros(1, 1).expand(1024, 1024))
+    probe = MemoryProbe([model], [])
+    probe.before_step(0)
+    assert probe.scalars()["memory_bytes/weights"] == 120.0 + 4.0
+
+
 def test_the_allocator_of_a_device_says_the_rest() -> None:
     model = nn.Linear(10, 10, bias=False)
     held = types.SimpleNamespace(now=400)
@@ -305,6 +349,58 @@ def test_a_step_lasts_from_gate_to_gate(clock: FakeClock) -> None:
     clock.advance(1.0)
     probe.before_step(3)
     assert probe.scalars()["tokens_per_second"] == 64.0
+
+
+IDS = torch.zeros(4, 16, dtype=torch.long)
+PACK = torch.tensor([0, 30, 64], dtype=torch.int32)
+LABELS = torch.zeros(8, dtype=torch.long)
+FORWARDS: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...], int]] = {
+    "packed": ((PACK, IDS.flatten()), {}, (), 64),
+    "packed, named": ((), {"cu_seqlens": PACK, "tokens": IDS.flatten()}, (), 64),
+    "more offsets than tokens": ((LABELS, IDS[0, :5]), {}, ("cu_seqlens", "x"), 5),
+    "a step first": ((torch.tensor(3), IDS), {}, (), 64),
+    "a mask first": ((), {"attention_mask": IDS, "input_ids": IDS[:2]}, (), 32),
+    "a batch": (({"attention_mask": IDS, "tokens": IDS[:2]},), {}, (), 32),
+    "a batch in a batch": (({"text": {"ids": IDS}},), {}, (), 64),
+    "sequences": (([IDS[0], IDS[1, :3]],), {}, (), 19),
+    "a pair": (((IDS, IDS),), {}, (), 64),
+    "named by the signature": ((LABELS, IDS), {}, ("tokens", "bag"), 8),
+    "embeddings": ((), {"inputs_embeds": torch.zeros(2, 5, 3), "labels": IDS}, (), 10),
+    "ids and a float mask": ((IDS, torch.zeros(4, 16)), {}, (), 64),
+    "images": ((torch.zeros(8, 3, 9, 9),), {}, (), 0),
+    "images, labels": ((torch.zeros(8, 3, 9, 9), LABELS), {}, ("x", "y"), 0),
+    "nobody knows": ((torch.zeros(8, 3, 9, 9), LABELS), {}, (), UNKNOWN),
+    "labels alone": ((), {"labels": LABELS}, (), UNKNOWN),
+    "an object": ((object(),), {}, (), UNKNOWN),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_tokens_are_those_of_the_ids_and_not_of_what_is_beside_them(
+    name: str, clock: FakeClock
+) -> None:
+    args, kwargs, names, count = FORWARDS[name]
+    assert tokens(args, kwargs, names) == count
+
+    class Model(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> None: ...
+
+    model = Model()
+    if names:
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        model.forward = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        model.forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(n, kind) for n in names]
+        )
+    probe = PaceProbe(clock, [model])
+    probe.before_step(0)
+    probe.on_forward(args, kwargs)
+    clock.advance(2.0)
+    probe.before_step(1)
+    assert probe.scalars().get("tokens_per_second", 0.0) == max(count, 0) / 2
+    spots = probe.blind_spots()
+    assert len(spots) == (count == UNKNOWN)
+    assert all("input_ids" in spot.way_out for spot in spots)
 
 
 def test_clip_pressure_is_the_share_of_clipped_steps_and_what_is_left() -> None:
