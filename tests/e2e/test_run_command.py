@@ -138,7 +138,8 @@ def test_nothing_of_ours_is_imported_while_torch_is_half_imported(tmp_path: Path
         [*sentinel_run("--attach", "--no-sidecar"), "--", sys.executable, str(script)], tmp_path
     )
     assert done.stdout == "[]\n"
-    assert done.stderr == ""
+    (line,) = done.stderr.splitlines()
+    assert "torch was imported, but no torch optimizer has made a step" in line
 
 
 def test_a_script_with_step_hooks_of_its_own_is_watched_and_not_broken_off(tmp_path: Path) -> None:
@@ -194,6 +195,78 @@ def test_the_exit_status_is_the_commands_and_its_own_sitecustomize_still_runs(
         status=7,
     )
     assert done.stdout == "mine\nmine\n"  # sentinel's own process, and the command
+
+
+GAN = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+g = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+d = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+og, od = (torch.optim.Adam(m.parameters(), 1e-3) for m in (g, d))
+# attach
+for i in range(16):
+    fake = g(torch.randn(8, 4))
+    of_d = d(fake.detach()).mean() - d(torch.randn(8, 2)).mean()
+    od.zero_grad(); of_d.backward(); od.step()
+    of_g = -d(fake).mean() * (float("nan") if i == 10 else 1)
+    og.zero_grad(); of_g.backward(); og.step()
+print([p.sum().item() for m in (g, d) for p in m.parameters()])
+"""
+
+
+def test_a_gan_whose_generator_steps_later_ends_as_if_attached_by_hand(tmp_path: Path) -> None:
+    """Seen red: the discriminator alone was attached, and rolled back for the generator's fault."""
+    script, changed = tmp_path / "gan.py", tmp_path / "hand.py"
+    script.write_text(GAN)
+    by_hand = "import sentinel\ns = sentinel.attach(model=[d, g], optimizer=[od, og], sidecar=None)"
+    changed.write_text(GAN.replace("# attach", by_hand))
+    hand = call([sys.executable, str(changed)], tmp_path)
+    done = call(
+        [*sentinel_run("--attach", "--no-sidecar"), "--", sys.executable, str(script)], tmp_path
+    )
+    assert done.stdout == hand.stdout
+    assert "nan" not in done.stdout
+    assert "attached anew, to all that take turns" in done.stderr
+    assert "NOT" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "what"),
+    [
+        ([sys.executable, "-I", "-c", "exit(3)"], 3, "no Python process of this command has read"),
+        ([sys.executable, "-c", "exit(4)"], 4, "no process of it imported torch.optim"),
+    ],
+)
+def test_a_command_of_which_no_process_was_attached_says_so_at_the_end(
+    command: list[str], status: int, what: str, tmp_path: Path
+) -> None:
+    done = call(
+        [*sentinel_run("--attach", "--no-sidecar"), "--", *command], tmp_path, status=status
+    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("sentinel: NOT ATTACHED: no process of this command was watched")
+    assert what in line
+    unasked = call([*sentinel_run("--no-sidecar"), "--", *command], tmp_path, status=status)
+    assert unasked.stderr == ""
+
+
+def test_a_script_that_attaches_by_itself_is_no_command_that_nobody_watched(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import torch, sentinel\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "sentinel.attach(model=model, optimizer=optimizer, sidecar=None)\n"
+        "model(torch.ones(2, 4)).sum().backward(); optimizer.step()\n"
+    )
+    done = call(
+        [*sentinel_run("--attach", "--no-sidecar"), "--", sys.executable, str(script)], tmp_path
+    )
+    assert "the script attaches by itself" in done.stderr
+    assert "NOT ATTACHED" not in done.stderr
 
 
 @pytest.mark.parametrize(
