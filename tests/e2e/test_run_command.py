@@ -215,20 +215,47 @@ print([p.sum().item() for m in (g, d) for p in m.parameters()])
 """
 
 
-def test_a_gan_whose_generator_steps_later_ends_as_if_attached_by_hand(tmp_path: Path) -> None:
+RANKS = """
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+g, d = (nn.parallel.DistributedDataParallel(m) for m in (g, d))
+"""
+AFTERWARDS = """
+alone = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+for _ in range(20 if dist.get_rank() == 0 else 0):
+    optimizer.zero_grad(); alone(torch.ones(2, 4)).sum().backward(); optimizer.step()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_gan_whose_generator_steps_later_ends_as_if_attached_by_hand(
+    ranks: int, tmp_path: Path
+) -> None:
     """Seen red: the discriminator alone was attached, and rolled back for the generator's fault."""
     script, changed = tmp_path / "gan.py", tmp_path / "hand.py"
-    script.write_text(GAN)
+    text = GAN
+    if ranks > 1:
+        text = text.replace("og, od", f"{RANKS}og, od").replace("of_d = d(f", "of_d = d.module(f")
+        text = text.replace("-d(fake)", "-d.module(fake)") + AFTERWARDS
+        text = text.replace("print(", "print(dist.get_rank(), ")
+    script.write_text(text)
     by_hand = "import sentinel\ns = sentinel.attach(model=[d, g], optimizer=[od, og], sidecar=None)"
-    changed.write_text(GAN.replace("# attach", by_hand))
-    hand = call([sys.executable, str(changed)], tmp_path)
-    done = call(
-        [*sentinel_run("--attach", "--no-sidecar"), "--", sys.executable, str(script)], tmp_path
-    )
-    assert done.stdout == hand.stdout
+    changed.write_text(text.replace("# attach", by_hand))
+    launch = [sys.executable] if ranks == 1 else TORCHRUN
+    hand = call([*launch, str(changed)], tmp_path)
+    done = call([*sentinel_run("--attach", "--no-sidecar"), "--", *launch, str(script)], tmp_path)
+    assert sorted(done.stdout.splitlines()) == sorted(hand.stdout.splitlines())
     assert "nan" not in done.stdout
-    assert "attached anew, to all that take turns" in done.stderr
-    assert "NOT" not in done.stderr
+    assert done.stderr.count("attached anew, to all that take turns") == ranks
+    assert "NOT ATTACHED" not in done.stderr
+    # On one rank only: the others do not come to attach, and it does not wait for them.
+    unsure = "it is not sure that all 2 ranks step it at the same moment"
+    assert (unsure in done.stderr) is (ranks > 1)
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,8 @@ class Follower:
         from sentinel_hooks.adapters import plain
         from sentinel_hooks.ranks import meeting
 
-        together = meeting.world_size() > 1
+        world = meeting.world_size()
+        together = world > 1
         others = self._givens() if partner else []
         try:
             found = find(*others, optimizer)
@@ -213,13 +214,13 @@ class Follower:
             self._hopeless.add(optimizer)
             self._say_unwatched(_kind(optimizer), str(error))
             return
-        if together and not all(_steps_on_all_ranks(m) for m in found.models):
+        if together and not all(_steps_on_all_ranks(m, world) for m in found.models):
             self._hopeless.add(optimizer)
             self._say_unwatched(
                 _kind(optimizer),
-                f"it is not sure that all {meeting.world_size()} ranks step it at the same moment "
-                "(its model is neither DistributedDataParallel nor sharded), and ranks attach "
-                "together or not at all",
+                f"it is not sure that all {world} ranks step it at the same moment (its model is "
+                "neither DistributedDataParallel nor sharded over all), and ranks attach together "
+                "or not at all",
             )
             return
         self._hasty = self._hasty + 1 if self._steps < OVER else 0
@@ -274,10 +275,10 @@ class Follower:
 
     def _say_unwatched(self, kind: str, why: str) -> None:
         """At once, and once for each kind: an inner loop makes a new one every time."""
-        if kind in self._said:
-            return
-        self._said.add(kind)
-        _say(f"NOT WATCHED: {kind} steps and is unprotected: {why}; {_WAY_OUT}")
+        text = f"NOT WATCHED: {kind} steps and is unprotected: {why}; {_WAY_OUT}"
+        if text not in self._said:
+            self._said.add(text)
+            _say(text)
 
 
 _FOLLOWER = Follower()
@@ -308,12 +309,13 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__name__} ({count:,} parameters)"
 
 
-def _steps_on_all_ranks(model: torch.nn.Module) -> bool:
-    """Its backward pass waits for the other ranks."""
+def _steps_on_all_ranks(model: torch.nn.Module, world: int) -> bool:
+    """Its backward pass waits for all the other ranks."""
     ddp = torch.nn.parallel.DistributedDataParallel
-    return any(isinstance(m, ddp) for m in model.modules()) or any(
-        hasattr(p, "device_mesh") for p in model.parameters()
-    )
+    return any(
+        isinstance(m, ddp) and torch.distributed.get_world_size(m.process_group) == world
+        for m in model.modules()
+    ) or any(p.device_mesh.size() == world for p in model.parameters() if hasattr(p, "device_mesh"))
 
 
 def _is_power_of_two(number: int) -> bool:
