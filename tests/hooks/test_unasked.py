@@ -219,6 +219,7 @@ def test_an_inner_loop_beside_the_training_is_named_once_and_nothing_else_is_don
     assert spot.what == "an optimizer that is not watched steps: SGD, 5 parameters"
 
 
+@pytest.mark.slow
 def test_optimizers_made_anew_at_every_step_are_not_followed_for_ever(
     said: Say, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sentinel_hooks.seams.step_tap import STEP_TAP
 from sentinel_hooks.unasked.finding import Found, find, parameters_of
 from sentinel_hooks.unasked.judging import OVER, Seen, Verdict, judge
 
@@ -87,15 +88,17 @@ class Follower:
         self._looks: dict[str, int] = {}  # steps of strangers, by kind, since the last attach
         self._said: set[str] = set()
 
-    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """It is about to step."""
-        from sentinel_hooks.session import is_attached
-
-        if self._left_alone or optimizer in self._hopeless:
-            return
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """It is about to step, and there is nothing to be done about that."""
         if optimizer in self._ours:
             self._steps += 1
-            return
+            return True
+        return self._left_alone or optimizer in self._hopeless
+
+    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """One that is not known is about to step."""
+        from sentinel_hooks.session import is_attached
+
         if _is_made_up(optimizer):
             return
         if is_attached(optimizer):
@@ -287,16 +290,15 @@ _FOLLOWER = Follower()
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def on_step(optimizer: torch.optim.Optimizer) -> None:
     """Follow the script; where step() is compiled, dynamo stays outside."""
-    from sentinel_hooks.seams.step_tap import STEP_TAP
-
-    with torch.no_grad():
-        try:
-            STEP_TAP.carried()  # torch goes through its hooks now: none may be put in or taken out
-            _FOLLOWER.on_step(optimizer)
-        except Exception as error:
-            _FOLLOWER.failed(f"{type(error).__name__}: {error}")
-            logger.debug("attaching failed", exc_info=error)
-        STEP_TAP.on_step(optimizer)
+    STEP_TAP.carried()  # torch goes through its hooks now: none may be put in or taken out
+    try:
+        if not _FOLLOWER.knows(optimizer):
+            with torch.no_grad():
+                _FOLLOWER.on_step(optimizer)
+    except Exception as error:
+        _FOLLOWER.failed(f"{type(error).__name__}: {error}")
+        logger.debug("attaching failed", exc_info=error)
+    STEP_TAP.on_step(optimizer)
 
 
 def _is_made_up(optimizer: torch.optim.Optimizer) -> bool:
