@@ -38,7 +38,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -134,7 +134,7 @@ class Session:
         self._joinable: list[Any] = [] if given.council is None else _ddp_in(given.target)
 
         self._ending = Ending()
-        parts = Parts(given, self, self._awake)
+        parts = Parts(given, self, self._awake, is_attached)
         self._turns = parts.turns
         self._switch, self._guard = parts.switch, parts.guard
         self._probes, self._observer = parts.probes, parts.observer
@@ -149,7 +149,9 @@ class Session:
         self._chronicle = parts.chronicle
         self._blind = parts.blind
 
-        self._hooks = Hooks(given.target, self._observer, self._probes, self._guard)
+        self._hooks = Hooks(
+            given.target, self._observer, self._probes, self._guard, parts.strangers
+        )
 
         # Hooks last: a failure above leaves the user's objects untouched.
         self._hooks.put_in(self, self._before_update)
@@ -226,6 +228,34 @@ class Session:
         if canary is None or self._observer.accumulating or not canary.due(step, call, outside):
             return
         canary.begin(step, call, args, kwargs, outside=outside)
+
+    # ---------------------------------------------------------------- unasked
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Those that are watched: the innermost ones."""
+        return self._target.optimizers
+
+    @property
+    def in_step(self) -> bool:
+        """A watched optimizer is inside its step()."""
+        return self._hooks.busy()
+
+    @property
+    def switched_off(self) -> bool:
+        """It has let go of the run, and said why."""
+        return bool(self._switch.off)
+
+    def begin_within(self, stepped: Iterable[torch.optim.Optimizer]) -> None:
+        """Attached in the middle of a logical step, in which `stepped` have had their turn.
+
+        The gates of the others follow it: they hold back what is not finite, and decide nothing.
+        """
+        through = [self._index[id(o)] for o in stepped]
+        for me in through:
+            self._turns.stepped(me)
+        # Their gradients were made before the loss tap was there.
+        self._observer.newer |= sum(1 << m for m in self._index.values() if m not in through)
 
     # ---------------------------------------------------------------- the gate
 

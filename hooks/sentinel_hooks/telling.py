@@ -146,6 +146,30 @@ def of_the_loop(
     return spots
 
 
+def of_strangers(strangers: Sequence[str]) -> list[BlindSpot]:
+    """Optimizers that step in this process and are nobody's.
+
+    Args:
+        strangers: each kind in words, newest last.
+    """
+    if not strangers:
+        return []
+    shown = "; ".join(strangers[-NAMED:])
+    more = f"; and {len(strangers) - NAMED} more" if len(strangers) > NAMED else ""
+    what = (
+        "an optimizer that is not watched steps"
+        if len(strangers) == 1
+        else ("optimizers that are not watched step")
+    )
+    return [
+        BlindSpot(
+            f"{what}: {shown}{more}",
+            "give it to attach(optimizer=[...]) with the others, and its model to model=[...]; an "
+            "inner loop or an evaluation that steps one of its own is none of the run, and may",
+        )
+    ]
+
+
 def of_the_depth(table: LayerTable, policy: Policy) -> list[BlindSpot]:
     """Flags about depth, where nothing is known of the blocks (see blocks.py).
 

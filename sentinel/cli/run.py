@@ -6,7 +6,8 @@
 The sidecar listens on a Unix socket that only this user can reach, is told to the command by
 $SENTINEL_SIDECAR, and ends with it. Where one is named already, or the sidecar's packages are not
 installed, none is started; that is said, and training decides by itself. The exit status is the
-command's; signals are passed on to it.
+command's; signals are passed on to it. With --attach, when the command has ended and no process of
+it was attached, that is said, and how far the processes came (they leave lines in a file).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from sentinel.core.policy import Policy
 
 SIDECAR_VARIABLE = "SENTINEL_SIDECAR"
 ATTACH_VARIABLE = "SENTINEL_ATTACH"
+REPORT_VARIABLE = "SENTINEL_ATTACH_REPORT"
 READY_S = 20.0  # from start to listening; importing the web stack takes two on a busy machine
 NEEDS = ("fastapi", "uvicorn", "apscheduler", "prometheus_client", "sqlalchemy")
 
@@ -46,7 +48,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--attach",
         action="store_true",
-        help="attach at the first optimizer step of each process, for scripts that do not",
+        help="attach at the first optimizer step of each process (and anew to what steps later), "
+        "for scripts that do not",
     )
     parser.add_argument("--policy", metavar="P", help="with --attach: a policy's name or file")
     parser.add_argument("--mode", choices=("act", "observe"), help="with --attach")
@@ -71,10 +74,12 @@ def run(options: argparse.Namespace) -> int:
     if not command:
         raise UsageError("run needs a command, for example: sentinel run -- torchrun train.py")
     environment = dict(os.environ)
+    environment.pop(REPORT_VARIABLE, None)  # of a `sentinel run` around this one
     if options.run_id:
         environment["SENTINEL_RUN_ID"] = options.run_id
+    place = ""
     if options.attach:
-        _arrange_attach(options, environment)
+        place = _arrange_attach(options, environment)
     else:
         for name in ("policy", "mode", "run_dir"):
             if getattr(options, name) is not None:
@@ -87,10 +92,52 @@ def run(options: argparse.Namespace) -> int:
             url = stack.enter_context(_sidecar(options, environment))
             if url:
                 environment[SIDECAR_VARIABLE] = url
-        return _carry_out(command, environment)
+        if not options.attach:
+            return _carry_out(command, environment)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sentinel-"))
+        report = Path(folder) / "attach"
+        environment[REPORT_VARIABLE] = str(report)
+        status = _carry_out(command, environment)
+        _say_unattached(report, place)
+        return status
 
 
-def _arrange_attach(options: argparse.Namespace, environment: dict[str, str]) -> None:
+def _say_unattached(report: Path, place: str) -> None:
+    """Nothing at all, if a process was attached, or attached itself."""
+    try:
+        came = set(report.read_text(encoding="utf-8").split())
+    except OSError:
+        came = set()
+    if came & {"attached", "own"}:
+        return
+    if "refused" in came:
+        why = "see the line NOT ATTACHED above"
+    elif "torch" in came:
+        why = (
+            "torch was imported, but no torch optimizer has made a step (an evaluation? a "
+            "framework that steps optimizers of its own, as DeepSpeed does?)"
+        )
+    elif "python" in came:
+        why = (
+            "Python was reached, but no process of it imported torch.optim; if training runs "
+            f"elsewhere (ssh, srun, a container), put {place} first on its PYTHONPATH and pass "
+            f"${ATTACH_VARIABLE} on, or run `sentinel run --attach` there"
+        )
+    else:
+        why = (
+            "no Python process of this command has read PYTHONPATH as it was given. Does a script "
+            "set it anew (let it keep what is there: PYTHONPATH=mine:$PYTHONPATH), or is Python "
+            "started with -I, -E or -S, in a container, or on another machine? Put "
+            f"{place} first on it there and pass ${ATTACH_VARIABLE} on"
+        )
+    _say(
+        f"NOT ATTACHED: no process of this command was watched, it ran unprotected: {why}; or call "
+        "sentinel.attach() in the script"
+    )
+
+
+def _arrange_attach(options: argparse.Namespace, environment: dict[str, str]) -> str:
+    """Returns the folder that was put on PYTHONPATH."""
     spec = importlib.util.find_spec("sentinel_hooks")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
@@ -107,6 +154,7 @@ def _arrange_attach(options: argparse.Namespace, environment: dict[str, str]) ->
     here = os.path.join(spec.submodule_search_locations[0], "unasked")
     before = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([here, before] if before else [here])
+    return here
 
 
 @contextlib.contextmanager

@@ -138,7 +138,8 @@ def test_nothing_of_ours_is_imported_while_torch_is_half_imported(tmp_path: Path
         [*sentinel_run("--attach", "--no-sidecar"), "--", sys.executable, str(script)], tmp_path
     )
     assert done.stdout == "[]\n"
-    assert done.stderr == ""
+    (line,) = done.stderr.splitlines()
+    assert "torch was imported, but no torch optimizer has made a step" in line
 
 
 def test_a_script_with_step_hooks_of_its_own_is_watched_and_not_broken_off(tmp_path: Path) -> None:
@@ -194,6 +195,105 @@ def test_the_exit_status_is_the_commands_and_its_own_sitecustomize_still_runs(
         status=7,
     )
     assert done.stdout == "mine\nmine\n"  # sentinel's own process, and the command
+
+
+GAN = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+g = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+d = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+og, od = (torch.optim.Adam(m.parameters(), 1e-3) for m in (g, d))
+# attach
+for i in range(16):
+    fake = g(torch.randn(8, 4))
+    of_d = d(fake.detach()).mean() - d(torch.randn(8, 2)).mean()
+    od.zero_grad(); of_d.backward(); od.step()
+    of_g = -d(fake).mean() * (float("nan") if i == 10 else 1)
+    og.zero_grad(); of_g.backward(); og.step()
+print([p.sum().item() for m in (g, d) for p in m.parameters()])
+"""
+
+
+RANKS = """
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+g, d = (nn.parallel.DistributedDataParallel(m) for m in (g, d))
+"""
+AFTERWARDS = """
+alone = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+for _ in range(20 if dist.get_rank() == 0 else 0):
+    optimizer.zero_grad(); alone(torch.ones(2, 4)).sum().backward(); optimizer.step()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_gan_whose_generator_steps_later_ends_as_if_attached_by_hand(
+    ranks: int, tmp_path: Path
+) -> None:
+    """Seen red: the discriminator alone was attached, and rolled back for the generator's fault."""
+    script, changed = tmp_path / "gan.py", tmp_path / "hand.py"
+    text = GAN
+    if ranks > 1:
+        text = text.replace("og, od", f"{RANKS}og, od").replace("of_d = d(f", "of_d = d.module(f")
+        text = text.replace("-d(fake)", "-d.module(fake)") + AFTERWARDS
+        text = text.replace("print(", "print(dist.get_rank(), ")
+    script.write_text(text)
+    by_hand = "import sentinel\ns = sentinel.attach(model=[d, g], optimizer=[od, og], sidecar=None)"
+    changed.write_text(text.replace("# attach", by_hand))
+    launch = [sys.executable] if ranks == 1 else TORCHRUN
+    hand = call([*launch, str(changed)], tmp_path)
+    done = call([*sentinel_run("--attach", "--no-sidecar"), "--", *launch, str(script)], tmp_path)
+    assert sorted(done.stdout.splitlines()) == sorted(hand.stdout.splitlines())
+    assert "nan" not in done.stdout
+    assert done.stderr.count("attached anew, to all that take turns") == ranks
+    assert "NOT ATTACHED" not in done.stderr
+    # On one rank only: the others do not come to attach, and it does not wait for them.
+    unsure = "it is not sure that all 2 ranks step it at the same moment"
+    assert (unsure in done.stderr) is (ranks > 1)
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "what"),
+    [
+        ([sys.executable, "-I", "-c", "exit(3)"], 3, "no Python process of this command has read"),
+        ([sys.executable, "-c", "exit(4)"], 4, "no process of it imported torch.optim"),
+    ],
+)
+def test_a_command_of_which_no_process_was_attached_says_so_at_the_end(
+    command: list[str], status: int, what: str, tmp_path: Path
+) -> None:
+    done = call(
+        [*sentinel_run("--attach", "--no-sidecar"), "--", *command], tmp_path, status=status
+    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("sentinel: NOT ATTACHED: no process of this command was watched")
+    assert what in line
+    unasked = call([*sentinel_run("--no-sidecar"), "--", *command], tmp_path, status=status)
+    assert unasked.stderr == ""
+
+
+def test_a_script_that_attaches_by_itself_is_no_command_that_nobody_watched(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import torch, sentinel\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "sentinel.attach(model=model, optimizer=optimizer, sidecar=None)\n"
+        "model(torch.ones(2, 4)).sum().backward(); optimizer.step()\n"
+    )
+    done = call(
+        [*sentinel_run("--attach", "--no-sidecar"), "--", sys.executable, str(script)], tmp_path
+    )
+    assert "the script attaches by itself" in done.stderr
+    assert "NOT ATTACHED" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The parts of a session, put together in the order in which they need each other.
 
     given = Given(target=..., layers=..., link=..., ...)      what attach() has found and checked
-    parts = Parts(given, host, awake)                         nothing of the user's is touched yet
+    parts = Parts(given, host, awake, watched)                nothing of the user's is touched yet
 
 Each part has state of its own and is told by name what it works with; none knows the session, but
 as a Host (saving.py): the engine's state, and what moves it. Later parts know earlier ones only.
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sentinel.core.policy import CanaryMode
 from sentinel_hooks.canary import Canary
 from sentinel_hooks.layers import LayerTable
@@ -30,6 +32,7 @@ from sentinel_hooks.parts.blind_spots import BlindSpots
 from sentinel_hooks.parts.chronicle import Chronicle
 from sentinel_hooks.parts.late_reads import LateReads
 from sentinel_hooks.parts.pausing import PauseFile
+from sentinel_hooks.parts.strangers import Strangers
 from sentinel_hooks.parts.switch import Switch
 from sentinel_hooks.parts.turns import Turns
 from sentinel_hooks.probes.grads import share
@@ -89,11 +92,18 @@ class Given:
 class Parts:
     """Those of one session; each attribute is one, named as its class."""
 
-    def __init__(self, given: Given, host: Host, awake: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        given: Given,
+        host: Host,
+        awake: Callable[[], bool],
+        watched: Callable[[torch.optim.Optimizer], bool],
+    ) -> None:
         """Put them together, and begin the trace.
 
         Args:
             awake: False while the user's calls shall pass unseen.
+            watched: some session of this process watches this optimizer.
         """
         target, layers, council = given.target, given.layers, given.council
         link, keeper, policy = given.link, given.keeper, given.link.policy
@@ -183,6 +193,14 @@ class Parts:
             guard=self.guard,
             logs_flags=council is None or not council.rank,
         )
+        self.strangers = Strangers(
+            target.optimizers,
+            turns=self.turns,
+            guard=self.guard,
+            awake=awake,
+            watched=watched,
+            tell=lambda: self.blind.tell(),
+        )
         self.blind = BlindSpots(
             given.run_id,
             given.blind_spots,
@@ -192,6 +210,7 @@ class Parts:
             probes=self.probes,
             observer=self.observer,
             turns=self.turns,
+            strangers=self.strangers,
             switch=self.switch,
             saving=self.saving,
             snapshots=given.snapshots,

@@ -21,6 +21,7 @@ from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.ledger_file import Keeper
 from sentinel_hooks.observe import Observer
 from sentinel_hooks.parts.chronicle import Chronicle
+from sentinel_hooks.parts.strangers import Strangers
 from sentinel_hooks.parts.switch import Switch
 from sentinel_hooks.parts.turns import Turns
 from sentinel_hooks.probes.together import Probes
@@ -45,6 +46,7 @@ class BlindSpots:
         probes: Probes,
         observer: Observer,
         turns: Turns,
+        strangers: Strangers,
         switch: Switch,
         saving: Saving,
         snapshots: Snapshots,
@@ -64,6 +66,7 @@ class BlindSpots:
         self._probes = probes
         self._observer = observer
         self._turns = turns
+        self._strangers = strangers
         self._switch = switch
         self._saving = saving
         self._snapshots = snapshots
@@ -89,6 +92,7 @@ class BlindSpots:
                 forward_unseen=bool(turns.unseen and turns.steps > 1),
                 unlisted=self._observer.probe.unlisted,
             ),
+            *telling.of_strangers(self._strangers.found()),
             *telling.of_saving(self._saving, self._snapshots, self._keeper),
             *telling.of_the_trace(self._chronicle.trouble, self._chronicle.lost),
         ]

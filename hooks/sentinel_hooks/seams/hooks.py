@@ -1,13 +1,14 @@
 """All hooks of one session, put in and taken out together.
 
-    hooks = Hooks(target, observer, probes, guard)
+    hooks = Hooks(target, observer, probes, guard, strangers)
     hooks.put_in(session, before_update)      on the user's objects
     hooks.listen()                            in the whole process
     hooks.busy()                              inside some optimizer's step()
     hooks.remove()                            all of them
 
 On the user's own objects: gates, the scaler's update, the forward tap, the probes. In the whole
-process: loss tap and clip tap, which only know a Faint of the observer and keep no run alive.
+process: loss tap and clip tap, which only know a Faint of the observer, and step tap, which knows
+its listeners weakly: none keeps a run alive.
 
 Threads: put in and taken out by whoever attaches and detaches.
 Errors:  of taking out: each is counted by the guard, and the others come out all the same.
@@ -25,6 +26,7 @@ from sentinel_hooks.seams.clip_tap import CLIP_TAP
 from sentinel_hooks.seams.gate import Gate, ScalerTap, StepDriver
 from sentinel_hooks.seams.loss_tap import LOSS_TAP
 from sentinel_hooks.seams.safe_point import ForwardListener, ForwardTap
+from sentinel_hooks.seams.step_tap import STEP_TAP, StepListener
 from sentinel_hooks.target import Target
 
 
@@ -39,8 +41,20 @@ class Hooks:
         faint: what the taps of the process know of the observer.
     """
 
-    def __init__(self, target: Target, observer: Observer, probes: Probes, guard: Guard) -> None:
-        """Nothing is put in yet."""
+    def __init__(
+        self,
+        target: Target,
+        observer: Observer,
+        probes: Probes,
+        guard: Guard,
+        strangers: StepListener,
+    ) -> None:
+        """Nothing is put in yet.
+
+        Args:
+            strangers: told of every optimizer that steps.
+        """
+        self._strangers = strangers
         self._target = target
         self._probes = probes
         self._guard = guard
@@ -62,9 +76,10 @@ class Hooks:
         self._probes.attach()
 
     def listen(self) -> None:
-        """To backward passes and clips, anywhere in the process."""
+        """To backward passes, clips and steps, anywhere in the process."""
         LOSS_TAP.subscribe(self.faint)
         CLIP_TAP.subscribe(self.faint)
+        STEP_TAP.subscribe(self._strangers)
 
     def busy(self) -> bool:
         """Inside a step(), which may evaluate its closure again."""
@@ -79,4 +94,5 @@ class Hooks:
             run("detach", tap.remove)
         LOSS_TAP.unsubscribe(self.faint)
         CLIP_TAP.unsubscribe(self.faint)
+        STEP_TAP.unsubscribe(self._strangers)
         run("detach", self._probes.detach)

@@ -1,8 +1,9 @@
 """What a step belongs to: found among the objects of this process.
 
-    found = find(optimizer)
-    found.models        the outermost modules that hold the optimizer's parameters
-    found.optimizers    this one, and others whose parameters are of the same models
+    found = find(optimizer, *others)
+    found.models        the outermost modules that hold the optimizers' parameters
+    found.optimizers    these, and others whose parameters are of the same models
+    parameters_of(o)    what an optimizer moves
     found.scaler        a GradScaler that is enabled
 
 Outermost: a module that no other live module holds. Of two wrappers that share their parameters and
@@ -43,19 +44,23 @@ class Found:
         return f"{text}; {type(self.scaler).__name__}" if self.scaler is not None else text
 
 
-def find(optimizer: torch.optim.Optimizer) -> Found:
-    """The objects that this optimizer's step belongs to.
+def find(*stepping: torch.optim.Optimizer) -> Found:
+    """The objects that the steps of these optimizers belong to.
 
     Raises:
-        NotFoundError: no module holds its parameters, or it cannot be told which one is called.
+        NotFoundError: no module holds the parameters of one, or it cannot be told which one is
+            called.
     """
-    wanted = _parameters(optimizer)
+    wanted = {p for o in stepping for p in parameters_of(o)}
     modules, optimizers, scalers = _alive()
     holders = [m for m in modules if any(id(p) in wanted for p in m.parameters(recurse=False))]
-    if not holders:
-        raise NotFoundError(
-            f"no torch.nn.Module in this process holds the parameters of {type(optimizer).__name__}"
-        )
+    held = {id(p) for m in holders for p in m.parameters(recurse=False)}
+    for optimizer in stepping:
+        if held.isdisjoint(parameters_of(optimizer)):
+            raise NotFoundError(
+                "no torch.nn.Module in this process holds the parameters of "
+                f"{type(optimizer).__name__}"
+            )
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
         for child in module.children():
@@ -66,14 +71,10 @@ def find(optimizer: torch.optim.Optimizer) -> Found:
             roots[id(root)] = root
     models = _that_are_called(list(roots.values()), wanted)
     owned = {id(p) for m in models for p in m.parameters()}
-    together = [
-        o
-        for o in optimizers
-        if o is not optimizer and _parameters(o) and _parameters(o) <= owned - wanted
-    ]
+    together = [o for o in optimizers if parameters_of(o) and parameters_of(o) <= owned - wanted]
     live = [s for s in scalers if s.is_enabled()]
     return Found(
-        tuple(models), (optimizer, *_disjoint(together)), live[0] if len(live) == 1 else None
+        tuple(models), (*stepping, *_disjoint(together)), live[0] if len(live) == 1 else None
     )
 
 
@@ -94,7 +95,8 @@ def _alive() -> tuple[list[nn.Module], list[torch.optim.Optimizer], list[Any]]:
     return modules, optimizers, scalers
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The ids of what it moves."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
@@ -143,6 +145,6 @@ def _disjoint(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optim
     """Of optimizers that share a parameter (one was made anew) none can be told to be in use."""
     counts: dict[int, int] = {}
     for one in optimizers:
-        for p in _parameters(one):
+        for p in parameters_of(one):
             counts[p] = counts.get(p, 0) + 1
-    return [o for o in optimizers if all(counts[p] == 1 for p in _parameters(o))]
+    return [o for o in optimizers if all(counts[p] == 1 for p in parameters_of(o))]

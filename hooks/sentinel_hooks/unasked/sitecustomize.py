@@ -1,7 +1,7 @@
 """Python imports this at start, because `sentinel run --attach` put its folder on PYTHONPATH.
 
 Only the standard library is imported here, and nothing is done before torch.optim.optimizer is:
-then a hook waits for the first step. Ours is imported at that step and not before: while
+then a hook is called before every step. Ours is imported at the first and not before: while
 torch.optim.optimizer comes, torch itself is half imported. The environment's own sitecustomize, if
 there is one, is run as if this one were not here.
 """
@@ -13,7 +13,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -57,6 +57,7 @@ class _Then(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _Watch)]
+        _report("torch")
         try:
             module.register_optimizer_step_pre_hook(_AtStep())
         except Exception as error:  # noqa: BLE001  the script comes first
@@ -71,21 +72,32 @@ class _AtStep:
     """
 
     def __init__(self) -> None:
-        self._done = False
+        self._on_step: Callable[[Any], None] | None = None
+        self._failed = False
 
     def __call__(self, optimizer: Any, *_: Any) -> None:
-        if self._done:
+        if self._failed:
             return
         try:
-            from sentinel_hooks.unasked import stepping
+            if self._on_step is None:
+                from sentinel_hooks.unasked import stepping
 
-            if stepping.is_made_up(optimizer):
-                return
-            self._done = True  # first: attaching may step
-            stepping.first_step(optimizer)
+                self._on_step = stepping.on_step
+            self._on_step(optimizer)
         except Exception as error:  # noqa: BLE001  the script comes first
-            self._done = True
+            self._failed = True
             sys.stderr.write(f"sentinel: cannot watch this process: {error!r}\n")
+
+
+def _report(what: str) -> None:
+    """A line for `sentinel run`: how far this process has come."""
+    path = os.environ.get("SENTINEL_ATTACH_REPORT")
+    if path:
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"{what}\n")
+        except OSError:
+            pass
 
 
 def _run_the_hidden_one() -> None:
@@ -100,5 +112,6 @@ def _run_the_hidden_one() -> None:
 
 
 if os.environ.get("SENTINEL_ATTACH"):
+    _report("python")
     sys.meta_path.insert(0, _Watch())
 _run_the_hidden_one()
