@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sentinel.core.types import Action, Outcome
 from sentinel.traces.replay import replay
 from sentinel.wire import codec
 from tests.support import FakeClock
@@ -215,3 +216,88 @@ def test_an_order_with_what_does_not_belong_to_it_is_refused(
     assert refused["code"] == "malformed"
     assert said in refused["detail"]
     assert trainer.ask("GET")["orders"] == []
+
+
+class TestWhatWasDone:
+    """A trainer tells of the step before: the record holds it, and a restart forgets nothing."""
+
+    def dropping(self, trainer: Foreign, *, again: tuple[int, ...] = ()) -> None:
+        trainer.put()
+        for step in range(60):
+            if step in again:
+                trainer.again()
+            beside: dict[str, Any] = {}
+            if step % 10 == 5:  # a loss scaler left the step before out
+                told = {"step": step - 1, "executed": "proceed", "applied": False}
+                beside["outcome"] = told
+            trainer.step(step, "nan" if step == 40 else 1.0 + 0.01 * (step % 3), **beside)
+
+    def test_steps_that_a_scaler_left_out_are_in_the_record(self, trainer: Foreign) -> None:
+        self.dropping(trainer)
+        assert trainer.ask("GET")["ledger"]["counters"]["lost_steps"] == 7  # and a skip
+        trainer.ask("POST", "/close", {})
+        proved(trainer, 60)
+
+    @pytest.mark.parametrize("at", [50, 55, 56])
+    def test_and_are_still_known_after_a_restart(
+        self, trainer: Foreign, tmp_path: Path, clock: FakeClock, at: int
+    ) -> None:
+        other = Foreign(tmp_path / "never restarted", clock)
+        self.dropping(trainer, again=(at,))
+        self.dropping(other)
+        state, same = (t.service.runs.get("j").state for t in (trainer, other))
+        other.service.close()
+        assert state is not None
+        assert same is not None
+        assert codec.state_hash(state) == codec.state_hash(same)
+        trainer.ask("POST", "/close", {})
+        proved(trainer, 60)
+
+    def test_what_was_done_instead_is_shown_when_it_is_told_after_a_restart(
+        self, trainer: Foreign
+    ) -> None:
+        trainer.put()
+        for step in range(40):
+            trainer.step(step, "nan" if step == 39 else 1.0)
+        assert trainer.actions()[39] == "skip_step"
+        trainer.again()
+        trainer.step(40, outcome=did(39, "proceed"))
+        assert trainer.actions()[39] == "proceed"
+        assert trainer.ask("GET", "/decisions")["decisions"] == []
+
+    def test_the_same_told_twice_and_taken_back_is_as_it_was_told_last(
+        self, trainer: Foreign
+    ) -> None:
+        trainer.put()
+        trainer.step(0)
+        record = trainer.service.runs.get("j").kept.record
+        assert record is not None
+        left_out, done = Outcome(0, Action.PROCEED, False), Outcome(0, Action.PROCEED, True)
+        assert [record.outcome(o) for o in (done, left_out, left_out, done)] == [
+            False,
+            True,
+            False,
+            True,
+        ]
+
+    @pytest.mark.parametrize("end", ["running", "finished"])
+    def test_who_decided_is_the_same_after_a_restart(self, trainer: Foreign, end: str) -> None:
+        def told() -> Any:
+            rows = trainer.ask("GET", "/decisions")["decisions"]
+            lines = trainer.sidecar.client.get("/metrics").text.splitlines()
+            total = [line for line in lines if line.startswith("sentinel_decisions_total{")]
+            return [(row["step"], row["source"]) for row in rows], total
+
+        trainer.put()
+        for step in range(40):
+            trainer.step(step, "nan" if step == 30 else 1.0)
+        if end == "finished":
+            trainer.ask("POST", "/close", {})
+        before = told()
+        assert before[0] == [(30, "sidecar")]
+        assert len(before[1]) == 1
+        trainer.again()
+        if end == "running":
+            assert trainer.put()["next_step"] == 40
+        trainer.ask("GET")
+        assert told() == before
