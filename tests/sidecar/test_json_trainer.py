@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sentinel.core.types import Action, Outcome
+from sentinel.core.types import Action, Command, CommandKind, Outcome
+from sentinel.sidecar.runs.orders import MAX_COMMANDS
 from sentinel.traces.replay import replay
 from sentinel.wire import codec
 from tests.support import FakeClock
@@ -301,3 +302,84 @@ class TestWhatWasDone:
             assert trainer.put()["next_step"] == 40
         trainer.ask("GET")
         assert told() == before
+
+
+class TestOrderIds:
+    """The same id is the same order, whatever has happened in between."""
+
+    def order(self, trainer: Foreign, key: str = "s", status: int = 202, **beside: Any) -> Any:
+        return trainer.ask("POST", "/commands", {"kind": "skip_next", "id": key, **beside}, status)
+
+    def obeyed(self, trainer: Foreign) -> None:
+        trainer.put()
+        trainer.step(0)
+        self.order(trainer)
+        assert trainer.step(1)["decision"]["action"] == "skip_step"
+        assert self.order(trainer)["taken_step"] == 1
+
+    def test_after_a_restart_it_is_what_it_was(self, trainer: Foreign) -> None:
+        self.obeyed(trainer)
+        before = trainer.ask("GET")["orders"]
+        trainer.again()
+        assert trainer.ask("GET")["orders"] == before
+        got = self.order(trainer)
+        assert (got["state"], got["taken_step"]) == ("taken", 1)
+        assert self.order(trainer, status=409, kind="pause")["code"] == "conflict"
+        assert trainer.step(2)["decision"]["action"] == "proceed"
+        assert trainer.ask("GET")["orders"] == before
+
+    @pytest.mark.parametrize("restart", [False, True])
+    def test_when_the_run_begins_anew_it_does_not_act_again(
+        self, trainer: Foreign, restart: bool
+    ) -> None:
+        self.obeyed(trainer)
+        trainer.put(first_step=100)
+        trainer.step(100)
+        if restart:
+            trainer.again()
+        assert self.order(trainer)["taken_step"] == 1
+        assert trainer.step(101)["decision"]["action"] == "proceed"
+
+    def test_one_that_is_not_in_memory_any_more_is_known_from_the_database(
+        self, trainer: Foreign, clock: FakeClock
+    ) -> None:
+        self.obeyed(trainer)
+        known = trainer.service.runs.get("j")
+        for at in range(MAX_COMMANDS):
+            made = known.orders.take(Command(f"k{at}", CommandKind.RESUME), 60.0, clock.now + 1.0)
+            known.orders.obeyed([made.command.id], 1)
+        assert known.orders.get("s") is None
+        assert self.order(trainer)["taken_step"] == 1
+        trainer.again()
+        known = trainer.service.runs.get("j")
+        assert len(known.orders) == MAX_COMMANDS
+        assert known.orders.get("s") is None
+        assert self.order(trainer)["taken_step"] == 1
+
+    def test_one_that_nobody_obeyed_is_still_told_and_one_that_expired_is_not(
+        self, trainer: Foreign, clock: FakeClock
+    ) -> None:
+        trainer.put()
+        trainer.step(0)
+        self.order(trainer, "gone", expires_in_s=1)
+        clock.advance(5.0)
+        trainer.service.runs.expire(clock.now)
+        self.order(trainer, "open")
+        trainer.again()
+        assert [o["state"] for o in trainer.ask("GET")["orders"]] == ["expired", "pending"]
+        assert self.order(trainer, "gone")["state"] == "expired"
+        assert trainer.step(1)["decision"]["action"] == "skip_step"
+        lines = trainer.sidecar.client.get("/v1/audit").json()["audit"]
+        (line,) = [line for line in lines if line["outcome"] == "expired"]
+        assert line["detail"] == {"id": "gone", "kind": "skip_next"}
+
+    def test_two_ids_that_differ_are_refused(self, trainer: Foreign) -> None:
+        trainer.put()
+        trainer.step(0)
+        body = {"kind": "skip_next", "id": "a"}
+        client, headers = trainer.sidecar.client, {"idempotency-key": "b"}
+        got = client.post("/v1/runs/j/commands", json=body, headers=headers)
+        assert got.status_code == 422
+        assert "must be the same where both are given, got 'a' and 'b'" in got.text
+        headers = {"idempotency-key": "a"}
+        assert client.post("/v1/runs/j/commands", json=body, headers=headers).status_code == 202

@@ -290,11 +290,7 @@ class Record(Recorder):
         try:
             with self._trying(0):
                 if self._scalars is None:
-                    # Its segment is gone: the outcome waits for its step, or is written behind the
-                    # next one, where its step was written before this record was opened.
-                    if self._last is None and self.seen.count and len(self._owed) < _KEPT_OUTCOMES:
-                        self._owed[outcome.step] = outcome
-                    return True
+                    return True  # its segment is gone; the outcome waits for its step
                 self._scalars.append(Kind.OUTCOME, codec.encode_outcome(outcome))
                 if at is None:
                     self._foreign = True
