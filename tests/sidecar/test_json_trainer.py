@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -383,3 +384,68 @@ class TestOrderIds:
         assert "must be the same where both are given, got 'a' and 'b'" in got.text
         headers = {"idempotency-key": "a"}
         assert client.post("/v1/runs/j/commands", json=body, headers=headers).status_code == 202
+
+
+class TestIncidentsOfABeginningAnew:
+    """Nobody looks after an incident of an engine that is gone: it is over, and says so."""
+
+    def troubled(self, trainer: Foreign, steps: range) -> None:
+        for step in steps:
+            trainer.step(step, "nan" if step >= steps.stop - 3 else 1.0)
+
+    def listed(self, trainer: Foreign) -> list[tuple[int, int, str]]:
+        found = trainer.ask("GET", "/incidents")["incidents"]
+        return [
+            (i["number"], i["opened"], "over" if i["state"] == "resolved" else "open")
+            for i in reversed(found)
+        ]
+
+    @pytest.mark.parametrize("restart", ["never", "before", "after"])
+    def test_what_was_open_is_closed_with_the_reason_and_numbers_go_on(
+        self, trainer: Foreign, restart: str
+    ) -> None:
+        trainer.put()
+        self.troubled(trainer, range(60))
+        ((first, _, state),) = self.listed(trainer)
+        assert (first, state) == (1, "open")
+        if restart == "before":
+            trainer.again()
+        trainer.put(first_step=40)
+        assert self.listed(trainer) == [(1, 57, "over")]
+        (found,) = trainer.ask("GET", "/incidents")["incidents"]
+        assert found["summary"].endswith("(closed: the run was begun anew)")
+        assert found["resolved"] == 58  # what was done at 59 nobody said
+        if restart == "after":
+            trainer.again()
+        self.troubled(trainer, range(40, 60))
+        assert self.listed(trainer) == [(1, 57, "over"), (2, 57, "open")]
+        assert trainer.ask("GET")["open_incidents"] == 1
+        got = trainer.sidecar.client.post("/v1/incidents/j:1/ack", json={"by": "ann"})
+        assert got.json()["detail"] == "noted; it was over already"
+        by = [i["acknowledged_by"] for i in trainer.ask("GET", "/incidents")["incidents"]]
+        assert by == ["", "ann"]
+        trainer.ask("POST", "/close", {})
+        proved(trainer, 80)
+
+    def test_after_its_end_too(self, trainer: Foreign) -> None:
+        trainer.put()
+        self.troubled(trainer, range(60))
+        trainer.ask("POST", "/close", {})
+        assert [i[2] for i in self.listed(trainer)] == ["open"]  # as it was at the end
+        assert trainer.ask("GET")["open_incidents"] == 1
+        trainer.put()
+        assert [i[2] for i in self.listed(trainer)] == ["over"]
+
+    def test_those_that_an_earlier_version_left_open_are_closed_with_the_next_step(
+        self, trainer: Foreign
+    ) -> None:
+        trainer.put()
+        self.troubled(trainer, range(60))
+        stray = replace(trainer.service.runs.get("j").saved_incidents[0], opened=3)
+        trainer.service.store.save_incidents("j", [stray], 0.0)
+        assert [i[2] for i in self.listed(trainer)] == ["open", "open"]
+        trainer.again()
+        trainer.step(60)
+        found = {i["opened"]: i for i in trainer.ask("GET", "/incidents")["incidents"]}
+        assert (found[57]["state"], found[3]["state"]) == ("pending", "resolved")
+        assert "does not know of it" in found[3]["summary"]

@@ -55,6 +55,7 @@ class Comeback:
 
     def runs(self, now: float) -> list[Run]:
         """The runs of an earlier start."""
+        self._chronicle.remember()
         try:
             rows = self._store.known_runs(self._settings.max_runs)
         except SentinelError as error:
