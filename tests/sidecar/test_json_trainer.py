@@ -189,6 +189,17 @@ class TestLayers:
         assert "1 layers instead of 2" in trainer.put(409, layers=["a"])["detail"]
         trainer.step(1, columns={"layer_grad_norm": [1, 2]})
 
+    @pytest.mark.parametrize("path", ["/series?points=0", "/layers?points=0"])
+    def test_no_points_at_all_are_refused_like_too_many(self, trainer: Foreign, path: str) -> None:
+        trainer.put(layers=["a"])
+        trainer.step(0, columns={"layer_grad_norm": [1]})
+        for points in ("0", "99999"):
+            refused = trainer.ask("GET", path.replace("0", points), status=422)
+            assert (
+                f"points must lie between 1 and 20{'000' if 'series' in path else '00'}"
+                in (refused["detail"])
+            )
+
     def test_the_map_shows_the_newest_table_alone(self, trainer: Foreign) -> None:
         trainer.put(layers=["a", "b"])
         trainer.step(0, columns={"layer_grad_norm": [1, 2]})
