@@ -23,6 +23,7 @@ from sentinel.core.types import Decision, IncidentState, Source
 from sentinel.sidecar.hub import Hub
 from sentinel.sidecar.marks import Marks
 from sentinel.sidecar.runs.run import Run
+from sentinel.sidecar.store import incidents as incidents_kept
 from sentinel.sidecar.store.models import DecisionRow, RunRow
 from sentinel.sidecar.store.store import Store
 
@@ -151,7 +152,7 @@ class Chronicle:
         if not run.settled:
             run.settled = True
             known = {(i.number, i.opened) for i in incidents}
-            self._store.close_incidents(run.name, known, UNKNOWN, now)
+            incidents_kept.close(self._store.database, run.name, known, UNKNOWN, now)
         if incidents is before:
             return
         changed = [i for i in incidents if i not in before]
@@ -167,7 +168,7 @@ class Chronicle:
     def remember(self) -> None:
         """Learn the numbers that incidents of an earlier start have; waits for the database."""
         try:
-            self._numbers = self._store.incident_numbers()
+            self._numbers = incidents_kept.highest_numbers(self._store.database)
         except SentinelError as error:
             logger.error("numbers of earlier incidents cannot be read error=%s", error)
 
@@ -188,4 +189,4 @@ class Chronicle:
                         summary=f"{incident.summary} ({ANEW})",
                     )
                     self._hub.publish("incident", name, over)
-        self._store.close_incidents(name, (), ANEW, now)
+        incidents_kept.close(self._store.database, name, (), ANEW, now)

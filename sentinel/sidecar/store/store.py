@@ -23,18 +23,17 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Delete, delete, func, select, text, update
+from sqlalchemy import Delete, delete, select, text, update
 from sqlalchemy.orm import Session
 
 from sentinel.core.errors import ConfigError
 from sentinel.core.policy import Policy
 from sentinel.core.state import Incident, State
-from sentinel.core.types import IncidentState
 from sentinel.sidecar.settings import MIN_RUN_BYTES, Settings
 from sentinel.sidecar.store.database import Database, StoreError
 from sentinel.sidecar.store.models import DecisionRow, IncidentRow, MarkRow, RunRow
@@ -241,33 +240,6 @@ class Store:
         """Write those incidents as they are now."""
         found = tuple(incidents)
         self.database.submit(lambda session: _save_incidents(session, run, found, now))
-
-    def close_incidents(
-        self, run: str, keep: Collection[tuple[int, int]], why: str, now: float
-    ) -> None:
-        """Those of that run that are still open are over.
-
-        Args:
-            keep: number and opening step of those that are not meant.
-            why: for people; it stands behind what each is about.
-        """
-
-        def close(session: Session) -> None:
-            open_ = select(IncidentRow).where(
-                IncidentRow.run == run, IncidentRow.state != IncidentState.RESOLVED.value
-            )
-            for row in session.scalars(open_):
-                if (row.number, row.opened) not in keep:
-                    row.state, row.resolved = IncidentState.RESOLVED.value, row.last
-                    row.summary, row.updated_at = f"{row.summary} ({why})", now
-
-        self.database.submit(close)
-
-    def incident_numbers(self) -> dict[str, int]:
-        """The highest number of an incident, by run; waits, raises StoreError."""
-        highest = select(IncidentRow.run, func.max(IncidentRow.number)).group_by(IncidentRow.run)
-        rows = self.database.sync(lambda session: list(session.execute(highest)))
-        return {row[0]: row[1] for row in rows}
 
     def known_runs(self, most: int) -> list[RunRow]:
         """The runs of earlier starts, the newest ones, oldest first."""
