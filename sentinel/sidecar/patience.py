@@ -53,11 +53,15 @@ class Impatient(_Server):  # type: ignore[misc]
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come: a whole head, a part of one, or of a body."""
-        if self.transport is None or self.transport.is_closing():
-            return  # one that was not taken, or has been given up
+        # A head is measured alike however its bytes are cut on the way.
+        while data and self.transport is not None and not self.transport.is_closing():
+            room = len(data) if self._busy() else MOST_HEAD + 1 - self._head
+            self._take(data[:room])
+            data = data[room:]
+
+    def _take(self, data: bytes) -> None:
         super().data_received(data)
-        cycle = self.cycle
-        if cycle is not None and not cycle.response_complete:
+        if self._busy():
             if self._waiting is not None:
                 self._waiting.cancel()
                 self._waiting = None
@@ -96,11 +100,14 @@ class Impatient(_Server):  # type: ignore[misc]
         self.transport.write(head.encode() + body)
         self.transport.close()
 
+    def _busy(self) -> bool:
+        """Whether a request was read that is not answered yet."""
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _expect(self) -> None:
         self._waiting = self.loop.call_later(HEAD_S, self._give_up)
 
     def _give_up(self) -> None:
         self._waiting = None
-        busy = self.cycle is not None and not self.cycle.response_complete
-        if not busy and not self.transport.is_closing():
+        if not self._busy() and not self.transport.is_closing():
             self.transport.close()

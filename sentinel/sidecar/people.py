@@ -1,7 +1,8 @@
 """What people asked for: their orders, acknowledgements and silences, kept, and the audit log.
 
     people = People(runs, database, hub, clock)
-    people.restore()                                   open orders of an earlier start
+    people.restore()                                   orders and silences of an earlier start
+    await people.earlier(run, "k1")                    an order that is not in memory any more
     people.damaged()                                   snapshots that it has found damaged
     people.audit("command", caller, outcome="accepted", run="r7", detail={...})
     incident = await people.incident("r7:3")           or "41", the number of its row
@@ -24,13 +25,14 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
 from sentinel.core.state import Incident
 from sentinel.core.types import Command, CommandKind, IncidentState
 from sentinel.sidecar.hub import Hub
 from sentinel.sidecar.runs import Order, RefusedError, Run, Runs
+from sentinel.sidecar.runs.orders import MAX_COMMANDS, OPEN_ORDER
 from sentinel.sidecar.security import LOCAL, Caller
 from sentinel.sidecar.store import writes
 from sentinel.sidecar.store.database import Database, StoreError
@@ -43,7 +45,7 @@ logger = logging.getLogger(__name__)
 RECENT = 1024  # entries kept in memory, for a database that fails
 # As the tables say it, and as Order says it.
 _STATES = {"taken": "acknowledged"}
-_OPEN = ("pending", "delivered")
+_SAID = {state: said for said, state in _STATES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +99,22 @@ class People:
         runs.on_order = self._changed
 
     def restore(self) -> None:
-        """Take up the open orders and the silences of an earlier start; wait for the database."""
+        """Take up the orders and the silences of an earlier start; wait for the database.
+
+        Of those that are over the newest are: as many as a run keeps in memory.
+        """
         now = self._clock()
 
         def find(session: Session) -> tuple[list[CommandRow], list[IncidentRow]]:
-            open_ = select(CommandRow).where(CommandRow.state.in_(_OPEN))
+            newest = func.row_number().over(
+                partition_by=CommandRow.run, order_by=CommandRow.created_at.desc()
+            )
+            place = select(CommandRow.id, newest.label("place")).subquery()
+            wanted = or_(CommandRow.state.in_(OPEN_ORDER), place.c.place <= MAX_COMMANDS)
+            commands = select(CommandRow).join(place, place.c.id == CommandRow.id).where(wanted)
             silenced = select(IncidentRow).where(IncidentRow.silenced_until > now)
             return (
-                list(session.scalars(open_.order_by(CommandRow.created_at))),
+                list(session.scalars(commands.order_by(CommandRow.created_at))),
                 list(session.scalars(silenced)),
             )
 
@@ -114,7 +124,9 @@ class People:
             logger.error("earlier orders cannot be read error=%s", error)
             return
         for row in commands:
-            self._runs.orders_of(row.run).restore(_order(row))
+            order = _order(row)
+            if order.open or row.run in self._runs.runs:
+                self._runs.orders_of(row.run).restore(order)
         for incident in silenced:
             run = self._runs.runs.get(incident.run)
             if run is not None and incident.silenced_until is not None:
@@ -206,6 +218,24 @@ class People:
 
     # ---- orders ----------------------------------------------------------------------------
 
+    async def earlier(self, run: Run, key: str) -> Order | None:
+        """The order of that id, from memory or from the database; None: there was none."""
+        known = run.orders.get(key)
+        if known is not None:
+            return known
+        try:
+            row = await self._database.run(
+                lambda session: session.get(CommandRow, _row_id(run.name, key))
+            )
+        except StoreError as error:
+            # An order that may be a second one is better than a halt that nobody can give.
+            logger.error("earlier orders cannot be read run=%s error=%s", run.name, error)
+            return None
+        order = None if row is None else _order(row)
+        if order is not None and order.open:
+            run.orders.restore(order)
+        return run.orders.get(key) or order
+
     async def written(self) -> bool:
         """Whether what was submitted so far is in the database now."""
         return await self._database.written()
@@ -255,7 +285,8 @@ class People:
                 Caller("sidecar", frozenset()),
                 outcome=state,
                 run=run,
-                detail={"id": command.id, "kind": command.kind.value, "step": step},
+                detail={"id": command.id, "kind": command.kind.value}
+                | ({} if step is None else {"step": step}),
             )
 
     # ---- incidents -------------------------------------------------------------------------
@@ -330,7 +361,12 @@ class People:
         if not live.latched:
             return "noted; it ends by itself when the run is quiet"
         order = Command(
-            f"ack-{incident.number}-{incident.opened}", CommandKind.ACK, 1.0, incident.number, by
+            # The fence: begun from nothing, a run may have another incident of that number.
+            f"ack-{incident.number}-{incident.opened}-{run.fence}",
+            CommandKind.ACK,
+            1.0,
+            incident.number,
+            by,
         )
         self._runs.command(run.name, order, 86_400.0, now)
         return "noted; the trainer ends it with its next step"
@@ -395,5 +431,7 @@ def _order(row: CommandRow) -> Order:
         row.argument.get("target"),
         row.actor,
     )
-    # Told again: whether it was heard before, its id will say.
-    return Order(command, row.created_at, row.expires_at)
+    state = _SAID.get(row.state, row.state)
+    if state in OPEN_ORDER:
+        state = "pending"  # told again: whether it was heard before, its id will say
+    return Order(command, row.created_at, row.expires_at, state, row.step)

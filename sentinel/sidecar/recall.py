@@ -125,6 +125,8 @@ class Past:
         if found is None or not self._wanted(run):
             return
         run.mirror.recalled(found.state, found.observation, found.decision)
+        if run.session is not None:
+            run.figures.all_decided_here(found.state)
         run.saved_incidents = found.state.ledger.incidents
 
     def _wanted(self, run: Run) -> bool:

@@ -191,6 +191,20 @@ class TestEndless:
             assert sent < 20 * 2**20  # what the two kernels hold, and no more
         assert served.get("/healthz")[0] == 200
 
+    @pytest.mark.parametrize(("most", "said"), [(60_000, 200), (66_000, 431), (100_000, 431)])
+    @pytest.mark.parametrize("piece", [5_000, 10**6])
+    def test_a_head_is_measured_alike_however_it_arrives(
+        self, start: Start, most: int, said: int, piece: int
+    ) -> None:
+        head = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx: "
+        head += b"y" * (most - len(head) - 4) + b"\r\n\r\n"
+        with start().connect() as sock:
+            with suppress(ConnectionError):
+                for at in range(0, most, piece):
+                    sock.sendall(head[at : at + piece])
+                    time.sleep(0.005)
+            assert read_all(sock).startswith(b"HTTP/1.1 %d " % said)
+
     def test_the_answer_has_the_one_shape(self, start: Start) -> None:
         answer = start().raw(ENDLESS + b"x: " + b"y" * 70_000)
         assert answer.startswith(b"HTTP/1.1 431 ")

@@ -128,7 +128,7 @@ def router(service: Service) -> APIRouter:
             service.refuse_watched(run)
             known = runs.get(run)
             await service.past.recall(known)
-            old = known.orders.get(command.id)
+            old = await people.earlier(known, command.id)
             if old is not None:
                 _same(old.command, command)
                 told["again"] = True
@@ -297,6 +297,11 @@ def _command(asked: _JsonCommand, key: str, caller: Caller) -> Command:
         )
     if asked.id == "":
         raise ProtocolError("command.id must not be empty: leave it out, and one is made up")
+    if asked.id and key and asked.id != key:
+        raise ProtocolError(
+            f"command.id and the header Idempotency-Key must be the same where both are given, got "
+            f"{asked.id[:NAME]!r} and {key[:NAME]!r}; leave one out"
+        )
     chosen = asked.id or key or uuid.uuid4().hex
     if len(chosen) > NAME or not (chosen.isascii() and chosen.isprintable()):
         raise ProtocolError(f"command.id must have at most {NAME} printable ASCII characters")

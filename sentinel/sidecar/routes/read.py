@@ -100,7 +100,7 @@ def router(service: Service) -> APIRouter:
                 place,
                 names,
                 *_stretch(request),
-                _whole(request, "points") or POINTS,
+                _points(request, POINTS),
             )
             return Response(encode({"run": run, **found}), media_type="application/json")
 
@@ -114,7 +114,7 @@ def router(service: Service) -> APIRouter:
                 service.series_directory(run),
                 request.query_params.get("name", "layer_grad_norm"),
                 *_stretch(request),
-                _whole(request, "points") or COLUMNS,
+                _points(request, COLUMNS),
             )
             return Response(encode({"run": run, **found}), media_type="application/json")
 
@@ -224,6 +224,12 @@ def _stretch(request: Request) -> tuple[int | None, int | None]:
             "swap them, or leave one out"
         )
     return first, last
+
+
+def _points(request: Request, usual: int) -> int:
+    """How many points are asked for; raises QueryError."""
+    given = _whole(request, "points")
+    return usual if given is None else given
 
 
 def _whole(request: Request, name: str) -> int | None:

@@ -4,6 +4,7 @@
     chronicle.back(run), chronicle.lost(run, now), chronicle.ends(run, "finished", now)
     chronicle.decision(run, decision, attempt, source, now, live=True)
     chronicle.incidents(run, now)              those of its ledger that have changed
+    chronicle.anew(old, name, now)             those that are open are over; next_incident(name)
 
 Series are not written here, see recording.py. The database's queue never makes anybody wait.
 
@@ -13,19 +14,24 @@ Units:   `now` in Unix seconds; steps are attempted optimizer steps.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import msgspec
 
-from sentinel.core.types import Decision, Source
+from sentinel.core.errors import SentinelError
+from sentinel.core.types import Decision, IncidentState, Source
 from sentinel.sidecar.hub import Hub
 from sentinel.sidecar.marks import Marks
 from sentinel.sidecar.runs.run import Run
+from sentinel.sidecar.store import incidents as incidents_kept
 from sentinel.sidecar.store.models import DecisionRow, RunRow
 from sentinel.sidecar.store.store import Store
 
 logger = logging.getLogger(__name__)
 
 MOST_KEPT = 16  # second writers that are listed
+ANEW = "closed: the run was begun anew"
+UNKNOWN = "closed: the trainer that goes on does not know of it"
 
 
 class Chronicle:
@@ -35,6 +41,7 @@ class Chronicle:
         self._store = store
         self._hub = hub
         self._marks = marks
+        self._numbers: dict[str, int] = {}  # the highest of an incident, by run
 
     # ---- its life ----------------------------------------------------------------
 
@@ -142,12 +149,44 @@ class Chronicle:
         if state is None:
             return
         incidents, before = state.ledger.incidents, run.saved_incidents
+        if not run.settled:
+            run.settled = True
+            known = {(i.number, i.opened) for i in incidents}
+            incidents_kept.close(self._store.database, run.name, known, UNKNOWN, now)
         if incidents is before:
             return
         changed = [i for i in incidents if i not in before]
+        for incident in changed:
+            self._numbers[run.name] = max(self._numbers.get(run.name, 0), incident.number)
         run.saved_incidents = incidents
         if not changed:
             return
         self._store.save_incidents(run.name, changed, now)
         for incident in changed:
             self._hub.publish("incident", run.name, incident)
+
+    def remember(self) -> None:
+        """Learn the numbers that incidents of an earlier start have; waits for the database."""
+        try:
+            self._numbers = incidents_kept.highest_numbers(self._store.database)
+        except SentinelError as error:
+            logger.error("numbers of earlier incidents cannot be read error=%s", error)
+
+    def next_incident(self, run: str) -> int:
+        """The number of its next incident, where the engine has none yet: none is given twice."""
+        return self._numbers.get(run, 0) + 1
+
+    def anew(self, old: Run | None, name: str, now: float) -> None:
+        """A run begins anew: nobody looks after the incidents that are open any more."""
+        if old is not None and old.mirror.state is not None:
+            self.incidents(old, now)
+            for incident in old.mirror.state.ledger.incidents:
+                if incident.state is not IncidentState.RESOLVED:
+                    over = replace(
+                        incident,
+                        state=IncidentState.RESOLVED,
+                        resolved=incident.last,
+                        summary=f"{incident.summary} ({ANEW})",
+                    )
+                    self._hub.publish("incident", name, over)
+        incidents_kept.close(self._store.database, name, (), ANEW, now)

@@ -21,6 +21,7 @@ from sentinel.core import engine
 from sentinel.core.errors import ProtocolError, SentinelError
 from sentinel.core.events import Restored
 from sentinel.core.state import State
+from sentinel.core.types import Source
 from sentinel.sidecar.runs.chronicle import Chronicle
 from sentinel.sidecar.runs.orders import Orders, Tell
 from sentinel.sidecar.runs.run import Run
@@ -54,6 +55,7 @@ class Comeback:
 
     def runs(self, now: float) -> list[Run]:
         """The runs of an earlier start."""
+        self._chronicle.remember()
         try:
             rows = self._store.known_runs(self._settings.max_runs)
         except SentinelError as error:
@@ -104,6 +106,7 @@ class Comeback:
             mirror.state, mirror.undecided = None, False
             return
         if mirror.state is not None:
+            run.figures.all_decided_here(mirror.state)
             logger.info("taken up again run=%s step=%s", run.name, mirror.state.step)
 
     def _walk(self, run: Run, session: Session) -> None:
@@ -148,7 +151,7 @@ class Comeback:
                 run,
                 decision,
                 record.attempt,
-                record.outcome.source,
+                record.outcome.source if run.session is None else Source.SIDECAR,
                 record.at or 0.0,
                 live=False,
                 found=record.at is not None,

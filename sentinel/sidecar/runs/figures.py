@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 
 from sentinel.core.catalog import DECISIONS_S
 from sentinel.core.exposition import WindowMax
+from sentinel.core.state import State
 from sentinel.core.types import (
     LAYER_ATTENTION_MAX_LOGIT,
     Action,
     Column,
     Decision,
     Observation,
+    Source,
 )
 from sentinel.sidecar.exemplars import Exemplars
 from sentinel.wire.messages import Counts, Move, WireOutcome
@@ -137,6 +139,11 @@ class Figures:
             if not decides and move.executed is Action.SKIP_STEP:
                 rule = "trainer" if decision is None else decision.rule
                 self.own[rule] = self.own.get(rule, 0) + 1
+
+    def all_decided_here(self, state: State) -> None:
+        """Count whose decisions were carried out, of a trainer that has no engine to decide."""
+        if state.ledger.counters.steps:
+            self.decided = {Source.SIDECAR.value: state.ledger.counters.steps}
 
     def failed(self, where: str) -> None:
         """Count an error of the sidecar's own."""

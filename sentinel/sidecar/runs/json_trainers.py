@@ -171,7 +171,7 @@ class JsonTrainers:
         if done is not None:
             mirror.apply(done, run.policy)
             moves.append(messages.wire_outcome(done))
-        state = mirror.begin(observation.step)
+        state = mirror.begin(observation.step, self._chronicle.next_incident(name))
         for event in events:
             noted = session.with_stats(event, state)
             state = mirror.note(noted, run.policy)
@@ -232,6 +232,7 @@ class JsonTrainers:
         now: float,
     ) -> Run:
         """An incarnation of its own, with an engine that warms up."""
+        self._chronicle.anew(old, name, now)
         policy = self._settings.policy or Policy.load("default")
         data = codec.encode_policy(policy)
         fence = next_fence(old, 0, again=False)

@@ -108,9 +108,17 @@ class Mirror:
         self.state = engine.note(self.state, event, policy)
         return self.state
 
-    def begin(self, step: int) -> State:
-        """The state at the beginning of a step, of a trainer without an engine."""
-        self.state = self.before = replace(self.state or engine.initial(step), step=step)
+    def begin(self, step: int, next_incident: int = 1) -> State:
+        """The state at the beginning of a step, of a trainer without an engine.
+
+        Args:
+            next_incident: the number of the first incident, in a run that begins.
+        """
+        state = self.state
+        if state is None:
+            state = engine.initial(step)
+            state = replace(state, ledger=replace(state.ledger, next_incident=next_incident))
+        self.state = self.before = replace(state, step=step)
         return self.state
 
     def decide(self, seq: int, observation: Observation, policy: Policy) -> Decision:

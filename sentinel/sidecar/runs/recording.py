@@ -246,7 +246,7 @@ class Recording:
                     move.step,
                     move.executed,
                 ):
-                    attempt = 0 if mirror.state is None else mirror.state.ledger.attempt
+                    attempt = _attempt(run, move.step)
                     self._chronicle.decision(
                         run, decision, attempt, outcome.source, now, live=False
                     )
@@ -261,3 +261,12 @@ class Recording:
                 record.after(events)
             except OSError as error:
                 logger.warning("the end is not recorded run=%s error=%s", run.name, error)
+
+
+def _attempt(run: Run, step: int) -> int:
+    """Which attempt a step that was reported lately was; a restore since does not count."""
+    for row in reversed(run.figures.recent):
+        if row.step == step:
+            return row.attempt
+    state = run.mirror.state
+    return 0 if state is None else state.ledger.attempt

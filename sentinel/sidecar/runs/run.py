@@ -71,6 +71,7 @@ class Run:
         earlier: its newest step of an earlier start.
         saved_at: last_heard as the database has it.
         saved_incidents: those of its ledger as the database has them.
+        settled: what its ledger does not know of is not open in the database.
         lines: the exporter's, laid out once.
         top: layers that the exporter shows.
     """
@@ -108,6 +109,7 @@ class Run:
     earlier: Observation | None = None
     saved_at: float = 0.0
     saved_incidents: tuple[Incident, ...] = ()
+    settled: bool = False
     lines: dict[Any, str] = field(default_factory=dict)
     top: dict[str, npt.NDArray[np.intp]] = field(default_factory=dict)
 

@@ -32,7 +32,7 @@ from sentinel.core.errors import TraceError
 from sentinel.core.events import Event
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
-from sentinel.core.types import Action, Outcome
+from sentinel.core.types import Action, Outcome, Source
 from sentinel.traces.reader import Chapter, Reader
 from sentinel.traces.recorder import Recorder, list_incarnations, safe_name
 from sentinel.traces.records import (
@@ -180,7 +180,8 @@ class Record(Recorder):
         self.seen = seen
         self.refused = Seen() if refused is None else refused
         self._owed: dict[int, Outcome] = {}  # corrections that no disk took, by step
-        self._last: tuple[int, int] | None = None  # step and action of the newest step
+        self._last: tuple[int, Outcome | None] | None = None  # the newest step, and what it says
+        self._told: dict[int, Outcome] = {}  # of the open segment's steps: what is not plain there
         self._early: dict[int, Outcome] = {}  # outcomes of steps that have not arrived yet
         self._looked = 0
         self._foreign = False  # an outcome of an earlier segment's step stands in this one
@@ -234,7 +235,8 @@ class Record(Recorder):
         outcome = known
         if outcome is None:
             action = Action.PROCEED if executed is None else executed
-            outcome = Outcome(seen.step, action, action is Action.PROCEED)
+            source = Source.SIDECAR if flags & DECIDED else Source.TRAINER
+            outcome = Outcome(seen.step, action, action is Action.PROCEED, source)
         step = encode_reported_step(
             _bare(seen),
             seen,
@@ -262,6 +264,7 @@ class Record(Recorder):
             if handed or writer is None or self._gap or writer.size >= self._segment_bytes:
                 self._close_scalars()
                 self._foreign = False
+                self._told = {}
                 self._state = before
                 writer = self._open_scalars()
             writer.append_all(records)
@@ -269,7 +272,8 @@ class Record(Recorder):
             self._kept += 1
         self.written_bytes += len(step)
         self.seen.add(frame.seq)
-        self._last = (seen.step, step[EXECUTED_AT])
+        self._last = (seen.step, None if step[EXECUTED_AT] == UNKNOWN_ACTION else outcome)
+        self._keep(outcome)
         if self._owed:
             self._pay()
 
@@ -279,10 +283,11 @@ class Record(Recorder):
         Raises:
             OSError: the disk failed.
         """
-        if self._last == (outcome.step, outcome.executed):
+        newest = self._last is not None and self._last[0] == outcome.step
+        if newest and self._last is not None and _same(self._last[1], outcome):
             return False
         at = self._row(outcome.step)
-        if at is not None and self._index[at + EXECUTED_AT] == outcome.executed:
+        if at is not None and _same(self._said(at, outcome.step), outcome):
             return False
         if at is None and (self._last is None or outcome.step > self._last[0] or self._holes()):
             self._early[outcome.step] = outcome
@@ -297,11 +302,27 @@ class Record(Recorder):
                     self._foreign = True
                 else:
                     self._index[at + EXECUTED_AT] = outcome.executed
+                    self._keep(outcome)
+                if newest:
+                    self._last = (outcome.step, outcome)
         except OSError:
             if outcome.step not in self._early and len(self._owed) < _KEPT_OUTCOMES:
                 self._owed[outcome.step] = outcome
             raise
         return True
+
+    def _keep(self, outcome: Outcome) -> None:
+        """Remember what the index does not say of a step of the open segment."""
+        if outcome.executed is Action.PROCEED and outcome.applied:
+            self._told.pop(outcome.step, None)
+        else:
+            self._told[outcome.step] = outcome
+
+    def _said(self, at: int, step: int) -> Outcome | None:
+        """What the record says was done at a step of the open segment, whose row begins `at`."""
+        if self._index[at + EXECUTED_AT] == UNKNOWN_ACTION:
+            return None
+        return self._told.get(step) or Outcome(step, Action.PROCEED, True)
 
     def _pay(self) -> None:
         """Write the corrections that no disk took."""
@@ -363,6 +384,15 @@ class Record(Recorder):
             super()._close_scalars(sync=sync)
         finally:
             self._gap = before
+
+
+def _same(said: Outcome | None, told: Outcome) -> bool:
+    """Whether both say that the same was done; whose decision a plain step was is not kept."""
+    return (
+        said is not None
+        and (said.executed, said.applied) == (told.executed, told.applied)
+        and (said.executed is Action.PROCEED or said.source is told.source)
+    )
 
 
 def reports_on_disk(directory: Path, incarnation: str, start: int = 0) -> Seen:
