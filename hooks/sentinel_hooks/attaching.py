@@ -165,7 +165,9 @@ def attach(
             decide = _check_late(target, decide, norm_fn)
         directory = _directory(run_dir)
         chosen = Policy.load(policy).with_mode(mode)
-        _run_id(run_id)
+        run, named = _run_id(run_id)
+        if named and run_id is None and _first_rank():
+            run = _free_here(directory, run)
         address = outlets.webhook_address(webhook)
         table = LayerTable.of(target.models)
     except SentinelError as error:
@@ -174,7 +176,9 @@ def attach(
 
     spots: list[BlindSpot] = []
     signals = signals if signals is not None else Signals()
-    together = _meet(target, table, chosen, signals)
+    snapshots = snapshots if snapshots is not None else Snapshots()
+    paper = _paper(target, table, chosen, signals, snapshots, norm_fn=norm_fn, run=run)
+    together = meeting.meet(paper) if meeting.world_size() > 1 else meeting.Met(0, 1, run=run)
     if together.world > 1 and together.group is None:
         spots.append(BlindSpot(f"{together.world} ranks: {together.why}", _APART))
         chosen = chosen.with_mode(Mode.OBSERVE)
@@ -189,7 +193,8 @@ def attach(
             mode=mode,
             sidecar=sidecar,
             decide=decide,
-            run_id=run_id,
+            run=run,
+            named=named,
             directory=directory,
             record=record,
             spots=spots,
@@ -197,7 +202,12 @@ def attach(
 
     council: Council | None = None
     apart = together.why if together.world > 1 and group is None and together.alike else ""
-    if group is None:
+    if group is None and together.rank and not _goes_by_itself(run_id, together):
+        # Rank 0's files and wires are the run's, as they are when the ranks act together.
+        record, run = False, together.run or run
+        _refuse_halted(directory / run, run)  # as rank 0 does, if it is named
+        beginning = _beginning_of_nothing(chosen, directory, run)
+    elif group is None:
         beginning = begin()
     else:
         try:
@@ -206,7 +216,7 @@ def attach(
             group = None
             record = False
             apart = f"the ranks lost each other while attaching ({error})"
-            beginning = _beginning_of_nothing(chosen, directory)
+            beginning = _beginning_of_nothing(chosen, directory, together.run)
     given = Given(
         target=target,
         layers=table,
@@ -218,7 +228,7 @@ def attach(
         incarnation=beginning.incarnation,
         loss_fn=loss_fn,
         signals=signals,
-        snapshots=snapshots if snapshots is not None else Snapshots(),
+        snapshots=snapshots,
         batch_id=batch_id,
         norm_fn=norm_fn,
         blind_spots=spots,
@@ -233,9 +243,10 @@ def attach(
         session.stand_aside(f"not all ranks are attached: {apart}")
     elif together.world > 1 and group is None:
         logger.error(
-            "the ranks cannot act together, this run is only observed run=%s why=%s",
+            "the ranks cannot act together, this run is only observed run=%s why=%s way_out=%s",
             session.run_id,
             together.why,
+            _APART,
         )
     logger.info(
         "attached run=%s policy=%s mode=%s layers=%s optimizers=%s rank=%s ranks=%s",
@@ -278,23 +289,39 @@ _APART = (
 )
 
 
-def _meet(target: Target, table: LayerTable, policy: Policy, signals: Signals) -> meeting.Met:
-    """All ranks of the run, or this process alone."""
-    if meeting.world_size() == 1:
-        return meeting.Met(0, 1)
-    return meeting.meet(
-        meeting.Paper(
-            layers=codec.digest(repr(table.rows()).encode()).hex(),
-            optimizers=len(target.optimizers),
-            policy=codec.policy_hash(policy).hex(),
-            signals=repr(signals),
-            acts=not any(
-                type(m).__name__ == "FullyShardedDataParallel"
-                for model in target.models
-                for m in model.modules()
-            ),
-        )
+def _paper(
+    target: Target,
+    table: LayerTable,
+    policy: Policy,
+    signals: Signals,
+    snapshots: Snapshots,
+    *,
+    norm_fn: Any,
+    run: str,
+) -> meeting.Paper:
+    """What this rank is about to watch."""
+    return meeting.Paper(
+        layers=codec.digest(repr(table.rows()).encode()).hex(),
+        optimizers=len(target.optimizers),
+        policy=codec.policy_hash(policy).hex(),
+        signals=repr(signals),
+        # Bounds on this machine's memory and disk may differ as machines do: where one is met,
+        # the ranks hear that the copy failed. Functions cannot be compared but for being there.
+        snapshots={name: repr(getattr(snapshots, name)) for name in ("ram", "disk", "disk_keep")}
+        | {"adopt": "None" if snapshots.adopt is None else "a function"},
+        norm_fn=norm_fn is not None,
+        acts=not any(
+            type(m).__name__ == "FullyShardedDataParallel"
+            for model in target.models
+            for m in model.modules()
+        ),
+        run=run,
     )
+
+
+def _goes_by_itself(run_id: str | None, together: meeting.Met) -> bool:
+    """Ranks that only observe are one run, unless the user has named this rank's another."""
+    return not together.alike and run_id not in (None, together.run)
 
 
 @dataclass(slots=True)
@@ -332,17 +359,15 @@ def _begin(
     mode: Any,
     sidecar: str | None,
     decide: str | None,
-    run_id: str | None,
+    run: str,
+    named: bool,
     directory: Path,
     record: bool,
     spots: list[BlindSpot],
 ) -> _Beginning:
-    run, named = _run_id(run_id)
     writes = (record or named) and _first_rank()
     claim: Claim | None = None
     if named and writes:
-        if run_id is None:
-            run = _free_here(directory, run)
         claim = _claim(directory / run, run)
     found = _found(directory / run, run, spots) if named else None
     incarnation = secrets.token_hex(4)  # os.urandom: no global generator moves
@@ -378,9 +403,9 @@ def _begin(
     return _Beginning(run, incarnation, link, keeper)
 
 
-def _beginning_of_nothing(policy: Policy, directory: Path) -> _Beginning:
-    """For a session that stands aside: nothing is written, nobody is asked."""
-    run, incarnation = _new_run_id(), secrets.token_hex(4)
+def _beginning_of_nothing(policy: Policy, directory: Path, run: str) -> _Beginning:
+    """For a session that stands aside, or a rank that only observes: nothing is written or sent."""
+    incarnation = secrets.token_hex(4)
     keeper = Keeper(directory / run, run=run, incarnation=incarnation, policy=policy, enabled=False)
     return _Beginning(run, incarnation, EmbeddedLink(policy), keeper)
 

@@ -105,6 +105,10 @@ class LinkStatus:
     longest_wait_s: float = 0.0
 
 
+Says = Callable[[], tuple[str, str]]
+"""The protection now and why, where it is not what the last decision says; else two times ""."""
+
+
 class Link(Protocol):
     """What the session needs; every method returns promptly and never raises.
 
@@ -134,6 +138,10 @@ class Link(Protocol):
 
     def take_commands(self) -> tuple[Command, ...]:
         """People's orders that arrived since the last call, for the next observation."""
+        ...
+
+    def ask(self, says: Says) -> None:
+        """Whom to ask what each sign of life says of the protection; in any thread."""
         ...
 
     def count_error(self, where: str) -> None:
@@ -181,6 +189,9 @@ class EmbeddedLink:
 
     def take_commands(self) -> tuple[Command, ...]:
         return ()
+
+    def ask(self, says: Says) -> None:
+        pass
 
     def count_error(self, where: str) -> None:
         pass
@@ -346,6 +357,7 @@ class RemoteLink:
         self._dropped = 0
         self._longest_wait_s = 0.0
         self._told: Counts | None = None  # the counts that the sidecar knows
+        self._says: Says = lambda: ("", "")
 
         self._ready = False
         self._decides = True
@@ -400,6 +412,9 @@ class RemoteLink:
             self._orders.clear()
         now = self._clock()
         return tuple(order for order, until in taken if now < until)
+
+    def ask(self, says: Says) -> None:
+        self._says = says
 
     def count_error(self, where: str) -> None:
         self._errors[where] = self._errors.get(where, 0) + 1
@@ -600,6 +615,8 @@ class RemoteLink:
             self._wake.notify()
 
     def _steps(self, frames: Sequence[bytes], *, late: bool, counts: Counts | None) -> Steps:
+        # A frame speaks for itself: whoever brings one has just stepped.
+        protection, why = ("", "") if frames else self._protection()
         return Steps(
             run=self._run,
             incarnation=self._incarnation,
@@ -607,8 +624,17 @@ class RemoteLink:
             policy_hash=self._policy_hash,
             late=late,
             counts=counts,
+            protection=protection,
+            why=why,
             frames=tuple(msgspec.Raw(raw) for raw in frames),
         )
+
+    def _protection(self) -> tuple[str, str]:
+        try:
+            return self._says()
+        except Exception as error:  # noqa: BLE001 (the sign of life is worth more)
+            self._caught("protection", error)
+            return "", ""
 
     def _news(self) -> Counts | None:
         """The trainer's counters when the sidecar does not know them yet."""

@@ -148,6 +148,12 @@ class Faint:
         if observer is not None:
             observer.on_scale(max_norm, total_norm)
 
+    def on_clipped(self, grads: Sequence[Tensor]) -> None:
+        """Clip tap."""
+        observer = self._observer()
+        if observer is not None:
+            observer.on_clipped(grads)
+
 
 class Observer:
     """Collects what the seams see and measures it at the gate."""
@@ -225,6 +231,11 @@ class Observer:
         if self.probes is not None and self.probes.clip is not None and self._awake():
             self._guard.run("clip", self.probes.clip.on_scale, max_norm, total_norm)
 
+    def on_clipped(self, grads: Sequence[Tensor]) -> None:
+        """Clip tap: it has done with them."""
+        if grads and self._awake():
+            self._guard.run("clip", self.probe.left_by_clip, grads)
+
     def zeroed(self, bit: int) -> None:
         """The user dropped the gradients of one optimizer."""
         self.fresh &= ~bit
@@ -299,6 +310,8 @@ class Observer:
                 if norms is None:
                     norms = torch.stack([n.to(grads[0].device) for n in tensor_norms(grads)])
                 norms = norms / scale
+                self.probe.clipped(parameters, grads, norms, lasting=False)
+                return
         self.probe.clipped(parameters, grads, norms)
 
     def hold_to(self, check: SelfCheck, observation: Observation, forward: bool) -> None:
@@ -389,6 +402,8 @@ class Observer:
         loose = [t for t in (canary_loss, lr) if isinstance(t, Tensor)]
         if not pending.norms:
             return "there are no gradients"
+        if pending.again:
+            return "gradients were written after they were clipped"
         if len({t.device for t in (*pending.norms, *roots, *loose)}) != 1:
             return "its numbers lie on several devices"
         pending.grads = [[] for _ in pending.grads]

@@ -30,6 +30,7 @@ import ssl
 import threading
 import urllib.parse
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ class Outlets:
         self._off = ""
         self._known: dict[tuple[int, int], IncidentState] = {}
         self._errors: dict[str, int] = {}
+        self._says: Callable[[], tuple[str, str]] = lambda: ("", "")
         self._closing = False
         self._trouble: set[str] = set()
         self._pid = os.getpid()
@@ -109,6 +111,10 @@ class Outlets:
         )
 
     # ---------------------------------------------------------------- the training thread
+
+    def ask(self, says: Callable[[], tuple[str, str]]) -> None:
+        """Whom to ask for the protection, at every writing of the file; see link.Says."""
+        self._says = says
 
     def step(
         self, observation: Observation, decision: Decision, state: State, errors: dict[str, int]
@@ -234,6 +240,7 @@ class Outlets:
             now=_now(),
             gauges=self._page.observation.scalars if self._page.observation is not None else None,
             internal_errors=self._errors,
+            said=self._says()[0],
         )
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # node_exporter reads *.prom only: a half-written one has another name.

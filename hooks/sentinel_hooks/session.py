@@ -161,6 +161,7 @@ class Session:
         self._hooks.listen()
         self._attached = True
         _registry.add(self, given.target.optimizers)
+        self._chronicle.ask(self._says)
 
     def _check_copies(self, council: Council) -> None:
         """Several ranks: do their shares add up to one model? All are asked, whatever fails."""
@@ -656,6 +657,13 @@ class Session:
             reads=str(self._late),
             notes=telling.notes(self._saving, self._probes),
         )
+
+    def _says(self) -> tuple[str, str]:
+        """Protection and why, where it is no longer what the last decision says; see link.Says."""
+        protection, why = self._protection()
+        last = self._last
+        decided = Protection.WARMING if last is None else last.readings.protection
+        return ("", "") if protection is decided else (str(protection), why)
 
     def _protection(self) -> tuple[Protection, str]:
         switch = self._switch

@@ -393,7 +393,10 @@ def _alarms(run: dict[str, Any], ledger: dict[str, Any], live: bool) -> list[str
     if live and run["mode"] == "observe":
         said.append("the policy only observes: nothing is done, what would be done is recorded")
     if live and run["protection"] == "blind":
-        said.append("blind: nothing useful is measured; session.status() names what is missing")
+        why = text(run.get("protection_why") or "nothing useful is measured")
+        said.append(f"blind: {why}; session.status() names what is missing")
+    elif live and run["protection"] == "off" and run.get("protection_why"):
+        said.append(f"protection is off: {text(run['protection_why'])}")
     damaged = [one for one in run.get("snapshots") or () if one["warning"]]
     said += [f"{text(one['warning'])}; sentinel snapshots {name} --verify" for one in damaged]
     if not run["decides"]:

@@ -18,6 +18,7 @@ from sentinel.cli import words
 from sentinel.cli.failing import NothingError, UsageError, find_run
 from sentinel.core.errors import ConfigError, SentinelError
 from sentinel.core.policy import Policy
+from sentinel.core.state import ENGINE_VERSION
 from sentinel.core.types import Decision
 from sentinel.traces.replay import ReplayReport, replay
 from sentinel.wire import codec
@@ -110,6 +111,13 @@ def _lines(report: ReplayReport) -> list[str]:
         lines.append(f"{which} {report.steps} recomputed decisions {verdict}")
         return lines + _incidents(report)
     lines.append(f"{report.different} of {report.steps} decisions differ")
+    others = [v for v in report.engine_versions if v != ENGINE_VERSION]
+    if others and report.same_policy:
+        lines.append(
+            f"recorded by engine version {', '.join(map(str, others))}, computed again by "
+            f"{ENGINE_VERSION}, which decides by other rules: whether the record is true, the "
+            "version that recorded it can say"
+        )
     if not report.differences:
         return lines + _incidents(report)
     rows = [("step", "recorded", "recomputed")]

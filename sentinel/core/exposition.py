@@ -93,6 +93,8 @@ class View(Protocol):
     @property
     def decision(self) -> Decision | None: ...
     @property
+    def said(self) -> str: ...
+    @property
     def gauges(self) -> Mapping[str, float]: ...
     @property
     def norm_max(self) -> WindowMax: ...
@@ -155,7 +157,9 @@ def states(all_: Iterable[str], current: str) -> Iterable[Sample]:
 def _protection(run: View, now: float) -> Iterable[Sample]:
     decision = run.decision
     guarded = decision is not None and run.run_state == "running"
-    current = str(decision.readings.protection) if guarded and decision else "off"
+    current = "off"
+    if guarded and decision:  # what the trainer has said since is the newer word
+        current = run.said or str(decision.readings.protection)
     return states(PROTECTIONS, current)
 
 
@@ -266,6 +270,7 @@ class Textfile:
         self.state: State | None = None
         self.observation: Observation | None = None
         self.decision: Decision | None = None
+        self.said = ""
         self.gauges: Mapping[str, float] = {}
         self.norm_max, self.score_max, self.logit_max = WindowMax(), WindowMax(), WindowMax()
         self._columns: dict[str, Column] = {}
@@ -289,6 +294,7 @@ class Textfile:
         now: float,
         gauges: Mapping[str, float] | None = None,
         internal_errors: Mapping[str, int] | None = None,
+        said: str = "",
     ) -> str:
         """The whole text; write it to a temporary file and rename that.
 
@@ -298,8 +304,9 @@ class Textfile:
             gauges: what else is measured: tokens_per_second, clipped_step_ratio, and
                 "memory_bytes/KIND".
             internal_errors: errors of sentinel's own, by where they were caught.
+            said: the protection now, where it is no longer what the newest decision says; else "".
         """
-        self.state, self.run_state = state, run_state
+        self.state, self.run_state, self.said = state, run_state, said
         self.gauges = gauges or {}
         errors = table(sorted((internal_errors or {}).items()))
         parts = []

@@ -157,7 +157,7 @@ def _copy(
         return Copy.ADOPTED, "it is your own checkpoint: what is in it is not checked", None
     checked = found.get(name)
     if checked is None:
-        return Copy.UNREAD, "its copy on disk was not read since this sidecar was started", None
+        return Copy.UNREAD, "it is on disk, and was not read again yet", None
     if checked.result is Result.DAMAGED:
         return Copy.DAMAGED, checked.reason, checked
     return Copy.SOUND, "", checked
@@ -175,10 +175,10 @@ def _warning(row: dict[str, Any], rows: list[dict[str, Any]], run_state: str) ->
         if usable is None:
             return said + "No older healthy snapshot is known to be whole"
         return said + f"The next older healthy one is of step {usable['step']} ({whole})"
-    said += "If the trainer still holds it in memory, it goes back to that; else "
+    said += "A rollback to it takes the copy in the trainer's memory, if there still is one; else "
     if usable is None:
         return said + (
-            "no older healthy snapshot is known to be whole: where none is, nothing is put back, "
+            "an older one that is whole, and none is known to be: without one nothing is put back, "
             "the step is skipped and the learning rate cut"
         )
-    return said + f"it takes the next older one, of step {usable['step']} ({whole})"
+    return said + f"the next older one, of step {usable['step']} ({whole})"

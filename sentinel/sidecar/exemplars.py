@@ -1,7 +1,7 @@
 """Exemplars: which step, and which incident, a counter of a run last counted up for.
 
-    run.exemplars.note("r7", state, now)              with every report; looks at what changed
-    run.exemplars.of("rollbacks_total", ("loss_spike", "restored"))
+    figures.exemplars.note("r7", state, now)              with every report; looks at what changed
+    figures.exemplars.of("rollbacks_total", ("loss_spike", "restored"))
         -> ' # {step="412",incident="r7:3"} 1.0 1700000000.5', "" when nothing is known
 
 For OpenMetrics alone: the text format has no place for them. They lead from a bend in a curve to

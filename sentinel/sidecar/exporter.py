@@ -143,7 +143,7 @@ def _renderer(spec: MetricSpec, layers: Layers, *, exemplars: bool) -> Callable[
         def pointing(run: Run, now: float) -> str:
             return "".join(
                 f"{_prefix(run, name, label_names, values)}{number(value)}"
-                f"{run.exemplars.of(spec.name, values)}\n"
+                f"{run.figures.exemplars.of(spec.name, values)}\n"
                 for values, value in source(run, now)
                 if value is not None
             )
@@ -213,7 +213,7 @@ def _histogram(
 
 
 def _layer_lines(name: str, column: str, run: Run, layers: Layers) -> str:
-    values = run.columns.get(column)
+    values = run.figures.columns.get(column)
     if values is None:
         return ""
     chosen = _chosen(run, column, values, layers)
@@ -280,7 +280,7 @@ def _quantiles(run: Run, now: float) -> Iterable[Sample]:
     if len(run.layers) <= TOP:
         return
     for name in SIGNALS:
-        values = run.columns.get(name)
+        values = run.figures.columns.get(name)
         if values is None:
             continue
         finite = np.sort(values[np.isfinite(values)])
@@ -310,12 +310,12 @@ def _incidents(run: Run, now: float) -> Iterable[Sample]:
 
 
 def _steps(run: Run, now: float) -> Iterable[Sample]:
-    return one(run.seen.count if run.state is None else run.state.ledger.counters.steps)
+    return one(run.kept.seen.count if run.state is None else run.state.ledger.counters.steps)
 
 
 def _skipped(run: Run, now: float) -> Iterable[Sample]:
     if run.state is None:
-        return table(sorted(run.own.items()))
+        return table(sorted(run.figures.own.items()))
     return table(run.state.ledger.counters.skipped)
 
 
@@ -326,25 +326,25 @@ SOURCES: dict[str, Source] = {
     "skipped_steps_total": _skipped,
     "report_interval_seconds": lambda run, now: one(run.interval_s),
     "layer_quantile": _quantiles,
-    "decisions_total": lambda run, now: table(sorted(run.decided.items())),
-    "decision_misses_total": lambda run, now: table(sorted(run.counts.misses.items())),
-    "decision_mismatches_total": lambda run, now: one(run.counts.mismatches),
+    "decisions_total": lambda run, now: table(sorted(run.figures.decided.items())),
+    "decision_misses_total": lambda run, now: table(sorted(run.figures.counts.misses.items())),
+    "decision_mismatches_total": lambda run, now: one(run.figures.counts.mismatches),
     "reports_dropped_total": lambda run, now: (
-        (("buffer_full",), float(run.counts.dropped)),
-        (("refused",), float(run.rejected)),
+        (("buffer_full",), float(run.figures.counts.dropped)),
+        (("refused",), float(run.figures.rejected)),
     ),
-    "report_holes": lambda run, now: one(None if run.unread else run.seen.missing),
+    "report_holes": lambda run, now: one(None if run.unread else run.kept.seen.missing),
     "second_writers_refused": lambda run, now: one(len(run.refused)),
-    "reports_late_total": lambda run, now: one(run.late),
-    "state_handovers_total": lambda run, now: one(run.handovers),
+    "reports_late_total": lambda run, now: one(run.figures.late_reports),
+    "state_handovers_total": lambda run, now: one(run.figures.handovers),
     "internal_errors_total": lambda run, now: [
-        *table((f"sidecar_{where}", count) for where, count in sorted(run.errors.items())),
-        *table(sorted(run.counts.internal_errors.items())),
+        *table((f"sidecar_{where}", count) for where, count in sorted(run.figures.errors.items())),
+        *table(sorted(run.figures.counts.internal_errors.items())),
     ],
-    "decision_longest_wait_seconds": lambda run, now: one(run.counts.longest_wait_s),
+    "decision_longest_wait_seconds": lambda run, now: one(run.figures.counts.longest_wait_s),
 }
 HISTOGRAMS: dict[str, Callable[[Run], Histogram]] = {
-    "decision_duration_seconds": lambda run: run.duration,
+    "decision_duration_seconds": lambda run: run.figures.duration,
 }
 
 

@@ -153,13 +153,14 @@ class Jobs:
         service, store = self._service, self._service.store
         settings, now = service.settings, service.now()
         for run in service.runs.runs.values():
-            lost_since = run.ended if run.run_state == "lost" else None
-            if run.record is not None and lost_since is not None and now - lost_since > LET_GO_S:
+            if run.run_state != "lost" or run.ended is None or run.kept.record is None:
+                continue
+            if now - run.ended > LET_GO_S:
                 service.runs.let_go(run)
         over = sorted(
             (run.ended or run.last_heard, run.name)
             for run in service.runs.runs.values()
-            if run.run_state != "running" and run.record is None
+            if run.run_state != "running" and run.kept.record is None
         )
         sizes = await asyncio.to_thread(store.sizes)
         total = sum(sizes.values())

@@ -13,6 +13,7 @@ from typing import Any
 
 from sentinel.core.types import Action, CommandKind, IncidentState, Severity
 from sentinel.sidecar.copies import Copy
+from sentinel.sidecar.runs import SESSION_HEADER
 from sentinel.sidecar.store.series import CURVES, DECODED, MOST_POINTS
 from sentinel.wire import messages
 
@@ -36,8 +37,9 @@ CODES = {
     "garbled": "a trainer's message that does not carry the seal of its bytes",
     "unauthorized": "a token is wanted, or another host name, or the Unix socket",
     "forbidden": "the token has another role",
-    "fenced": "another process writes this run",
-    "conflict": "the same id was given to another order, or other layers to a run that goes on",
+    "fenced": "another process writes this run, or the session is not the one that does",
+    "conflict": "the same id was given to another order, other layers to a run that goes on, or "
+    "another observation of the newest step",
     "over": "the run has ended: it takes no order and no step",
     "watched": "the run reports to no sidecar and hears no orders",
     "no_snapshot": "there is no such healthy snapshot to roll back to",
@@ -106,7 +108,13 @@ SCHEMAS: dict[str, Schema] = {
             ),
         ]
     },
-    "Registration": strict(layers=listed(ref("Layer")), first_step=maybe(STEP)),
+    "Registration": strict(
+        layers=listed(ref("Layer")),
+        first_step=maybe(STEP),
+        exclusive=TRUTH
+        | {"description": "nobody else may write; the answer has the session to carry"},
+        take_over=TRUTH | {"description": "whoever writes this run is gone, alive as it looks"},
+    ),
     "Observation": strict(
         ("step",),
         step=STEP,
@@ -183,6 +191,8 @@ SCHEMAS: dict[str, Schema] = {
         loss=maybe(NUMBER),
         grad_norm=maybe(NUMBER),
         protection=maybe({"type": "string", "enum": ["armed", "warming", "blind", "off"]}),
+        protection_why=TEXT
+        | {"description": "What its trainer has said of it since its newest step, else empty"},
         decides=TRUTH,
         reason=TEXT,
         watched=TRUTH,
@@ -281,6 +291,13 @@ _RUN: Schema = {
     "required": True,
     "schema": {"type": "string", "pattern": f"^{messages.RUN_NAME.pattern}$"},
 }
+_SESSION: Schema = {
+    "name": SESSION_HEADER,
+    "in": "header",
+    "required": False,
+    "schema": TEXT,
+    "description": "the session that a JSON trainer was given when it registered",
+}
 _INCIDENT: Schema = {"name": "incident", "in": "path", "required": True, "schema": TEXT}
 _REFUSED = {
     400: "The message is not sealed as it was sent, or ended early.",
@@ -289,7 +306,7 @@ _REFUSED = {
     404: "There is none of that name.",
     405: "The method is not taken here.",
     408: "The body came too slowly.",
-    409: "Another process writes this run, or the same id meant something else.",
+    409: "Another process writes this run, or the same id or step meant something else.",
     413: "The body is too large.",
     415: "The content type is neither JSON nor msgpack.",
     421: "Without a token only local names are answered.",
@@ -384,8 +401,10 @@ def _paths() -> dict[str, dict[str, Schema]]:
                     run=TEXT,
                     policy={"type": "object"},
                     next_step=maybe(STEP),
+                    session=maybe(TEXT)
+                    | {"description": f"for the header {SESSION_HEADER}; null: none to carry"},
                 ),
-                parameters=(_RUN,),
+                parameters=(_RUN, _SESSION),
                 body=ref("Registration"),
                 required=False,
                 msgpack=True,
@@ -410,7 +429,7 @@ def _paths() -> dict[str, dict[str, Schema]]:
                     decision=ref("Decision"),
                     recorded=TRUTH,
                 ),
-                parameters=(_RUN,),
+                parameters=(_RUN, _SESSION),
                 body=ref("Step"),
                 msgpack=True,
             ),
@@ -428,7 +447,7 @@ def _paths() -> dict[str, dict[str, Schema]]:
             "post": _operation(
                 "The run is over",
                 table(("run", "state"), run=TEXT, state=TEXT),
-                parameters=(_RUN,),
+                parameters=(_RUN, _SESSION),
                 body=strict(state={"type": "string", "enum": ["finished", "halted"]}),
                 required=False,
                 msgpack=True,

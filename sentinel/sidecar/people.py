@@ -113,10 +113,7 @@ class People:
             logger.error("earlier orders cannot be read error=%s", error)
             return
         for row in commands:
-            order = _order(row)
-            known = self._runs.runs.get(row.run)
-            orders = self._runs.parked.setdefault(row.run, {}) if known is None else known.orders
-            orders.setdefault(order.command.id, order)
+            self._runs.orders_of(row.run).restore(_order(row))
         for incident in silenced:
             run = self._runs.runs.get(incident.run)
             if run is not None and incident.silenced_until is not None:

@@ -124,7 +124,7 @@ class Past:
             found = await asyncio.to_thread(recalled, place, run.incarnation, run.policy)
         if found is None or not self._wanted(run):
             return
-        run.state, run.observation, run.decision = found.state, found.observation, found.decision
+        run.mirror.recalled(found.state, found.observation, found.decision)
         run.saved_incidents = found.state.ledger.incidents
 
     def _wanted(self, run: Run) -> bool:

@@ -27,7 +27,7 @@ from sentinel.core.errors import ProtocolError, SentinelError, TraceError
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
 from sentinel.core.types import Decision, Observation
-from sentinel.sidecar.runs import Run
+from sentinel.sidecar.runs import Mirror, Run
 from sentinel.sidecar.settings import Settings
 from sentinel.traces import ledger as ledgers
 from sentinel.traces.recorder import list_incarnations
@@ -110,9 +110,7 @@ class Watched:
             registered=header.at or seen.changed_at,
             max_layers=self._settings.max_layers,
             reason="embedded: it reports to no sidecar and is only watched",
-            state=seen.state,
-            observation=seen.observation,
-            decision=seen.decision,
+            mirror=Mirror(state=seen.state, observation=seen.observation, decision=seen.decision),
             run_state=state,
             last_report=seen.changed_at,
             last_heard=seen.changed_at,

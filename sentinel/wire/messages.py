@@ -166,6 +166,9 @@ class Steps(Message, kw_only=True, frozen=True):
         frames: each an encoded Frame.
         late: the frames were carried out already: record them, decide nothing.
         counts: the trainer's own counters, when they moved.
+        protection: with a sign of life, how the run is guarded now, where that is no longer what
+            its newest decision says: no watched optimizer steps any more. "": as decided.
+        why: one sentence to it, for people.
     """
 
     incarnation: str
@@ -174,6 +177,8 @@ class Steps(Message, kw_only=True, frozen=True):
     policy_hash: bytes
     late: bool = False
     counts: Counts | None = None
+    protection: str = ""
+    why: str = ""
     frames: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MOST_FRAMES)]
 
 

@@ -135,7 +135,7 @@ def test_incidents_that_nobody_keeps_are_counted(at: At) -> None:
     assert why.startswith("8 earlier ones are not listed: of a run that is only watched")
     run = at.place.service.runs.get("r7")
     assert run.state is not None
-    run.state = replace(run.state, ledger=replace(run.state.ledger, next_incident=3))
+    run.mirror.state = replace(run.state, ledger=replace(run.state.ledger, next_incident=3))
     status, out = at.say("incidents", "r7", "--all")
     assert (status, out.startswith("r7: 2 earlier ones are not listed: ")) == (0, True)
     assert at.say("incidents", "r7")[1].startswith("no open incidents; --all shows")

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from sentinel.cli.main import main
+from sentinel.core import engine
 from sentinel.core.policy import Policy
-from sentinel.core.state import State
-from sentinel.core.types import Action
+from sentinel.core.state import ENGINE_VERSION, State
+from sentinel.core.types import Action, Protection
 from sentinel.traces.recorder import Recorder
 from tests.support.simulated import Damage, NanGradient, SimulatedTrainer
 
@@ -62,3 +63,28 @@ def test_a_rollback_says_where_it_went_to(
     assert f"rolled back at step {step} to step {target}: " in capsys.readouterr().out
     assert main(["replay", str(tmp_path / "r9"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["targets"] == [[step, target]]
+
+
+@pytest.mark.parametrize("version", [ENGINE_VERSION, ENGINE_VERSION - 1])
+def test_decisions_of_another_engine_differ_for_a_reason_that_is_said(
+    version: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = Recorder(
+        tmp_path / "r6",
+        run="r6",
+        policy=Policy(),
+        state=State(),
+        layers=(),
+        engine_version=version,
+    )
+    SimulatedTrainer(seed=3, policy=Policy(), recorder=recorder).run(10)
+    recorder.close()
+    monkeypatch.setattr(engine, "_protection", lambda *_: Protection.BLIND)
+    assert main(["replay", str(tmp_path / "r6")]) == 1
+    out = capsys.readouterr().out
+    assert "10 of 10 decisions differ" in out
+    said = f"recorded by engine version {version}, computed again by {ENGINE_VERSION}" in out
+    assert said is (version != ENGINE_VERSION)

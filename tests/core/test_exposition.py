@@ -50,6 +50,16 @@ def samples(text: str) -> Found:
     return found
 
 
+def test_what_the_trainer_has_said_since_its_last_step_is_the_newer_word() -> None:
+    trainer, page = run()
+    for said, shown in (("", "armed"), ("blind", "blind"), ("off", "off"), ("", "armed")):
+        found = samples(page.render(trainer.state, run_state="running", now=NOW + 30.0, said=said))
+        states = {dict(k[1])["state"]: v for k, v in found.items() if k[0] == "protection"}
+        assert [state for state, value in states.items() if value] == [shown]
+    over = samples(page.render(trainer.state, run_state="lost", now=NOW + 30.0, said="blind"))
+    assert over["protection", (("state", "off"),)] == 1.0
+
+
 def test_the_text_says_what_the_run_is_and_did() -> None:
     trainer, page = run()
     found = samples(page.render(trainer.state, run_state="running", now=NOW + 30.0))

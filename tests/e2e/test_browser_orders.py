@@ -190,14 +190,14 @@ def copy(step: int, disk: str, **more: Any) -> dict[str, Any]:
 
 CRC = "__0_0.distcp is damaged: its CRC32 is 5bd8f1a0, and manifest-0.json says 77aa0c12"
 WARNING = (
-    f"the snapshot of step 1200 is damaged on disk ({CRC}). If the trainer still holds it in "
-    "memory, it goes back to that; else it takes the next older one, of step 1000 (verified)"
+    f"the snapshot of step 1200 is damaged on disk ({CRC}). A rollback to it takes the copy in "
+    "the trainer's memory, if there still is one; else the next older one, of step 1000 (verified)"
 )
 COPIES = [
     copy(1250, "none", healthy=False, quiet=7, detail="in the trainer's memory only", name=None),
     copy(1200, "damaged", detail=CRC, checked_at=1.7e9, checked_s_ago=7200.0, warning=WARNING),
     copy(1000, "sound", checked_at=1.7e9, checked_s_ago=300.0),
-    copy(500, "unread", detail="its copy on disk was not read since this sidecar was started"),
+    copy(500, "unread", detail="it is on disk, and was not read again yet"),
 ]
 
 
@@ -237,7 +237,7 @@ def test_each_snapshot_says_in_words_whether_its_copy_is_whole(
         assert "healthy" in said["1,200"]
         assert f"✖damaged on disk {CRC}; read 2 h ago" in said["1,200"].replace("✖ ", "✖")
         assert "verified 5 min ago" in said["1,000"]
-        assert "not verified its copy on disk was not read since" in said["500"]
+        assert "not verified it is on disk, and was not read" in said["500"]
         assert "candidate, 7 quiet steps" in said["1,250"]
         assert "not verified in the trainer's memory only" in said["1,250"]
         # The signs differ in shape, and are not read out.
@@ -263,7 +263,7 @@ def test_each_snapshot_says_in_words_whether_its_copy_is_whole(
         assert described.inner_text() == "✓ Verified 5 min ago."
         select.select_option("500")
         assert described.inner_text().startswith(
-            f"{DASH} Not verified: its copy on disk was not read"
+            f"{DASH} Not verified: it is on disk, and was not read"
         )
         select.select_option("")  # the newest
         assert described.inner_text().startswith("✖ The snapshot of step 1200 is damaged on disk")
@@ -319,7 +319,7 @@ def test_what_the_disk_has_lost_is_seen_announced_and_gone_back_to_all_the_same(
         assert back.bounding_box()["height"] >= FINGER_PX
         back.tap()
         dialog = page.get_by_role("dialog")
-        dialog.get_by_text(f"it takes the next older one, of step {older} (verified)").wait_for()
+        dialog.get_by_text(f"else the next older one, of step {older} (verified)").wait_for()
         dialog.get_by_role("button", name="Roll back", exact=True).tap()
         wait_until(lambda: trainer.acted("rollback", "command"), "the rollback")
         page.get_by_role("link", name="← All runs").tap()

@@ -66,7 +66,7 @@ def until_well(service: Service) -> None:
 
 def deliver(reporter: Reporter, service: Service) -> None:
     """What the trainer keeps because it was not recorded, told again."""
-    seen = service.runs.get(reporter.run).seen
+    seen = service.runs.get(reporter.run).kept.seen
     missing = [frame for frame in reporter.frames if frame.seq not in seen]
     assert missing
     reporter.post(*missing, late=True)
@@ -77,7 +77,7 @@ def assert_whole(reporter: Reporter, service: Service) -> None:
     for name in ("loss", "grad_norm", "action"):
         assert found[name]["step"] == own["step"]
         assert found[name]["value"] == own[name]
-    assert service.runs.get(reporter.run).seen.missing == 0
+    assert service.runs.get(reporter.run).kept.seen.missing == 0
     service.store.database.sync(lambda session: None)
     rows = service.store.database.sync(
         lambda session: list(session.scalars(select(DecisionRow).order_by(DecisionRow.step)))

@@ -22,6 +22,7 @@ class Listener:
         self.heard: list[tuple[list[Tensor], list[Tensor], Tensor | None]] = []
         self.true_norms: list[list[float]] = []
         self.scales: list[tuple[float, float]] = []
+        self.left: list[list[tuple[Tensor, int]]] = []  # as each clip left them
 
     def on_clip(
         self, parameters: Sequence[Tensor], grads: Sequence[Tensor], norms: Tensor | None
@@ -31,6 +32,9 @@ class Listener:
 
     def on_scale(self, max_norm: float, total_norm: Any) -> None:
         self.scales.append((float(max_norm), float(total_norm)))
+
+    def on_clipped(self, grads: Sequence[Tensor]) -> None:
+        self.left.append([(g, g._version) for g in grads])
 
 
 @pytest.fixture

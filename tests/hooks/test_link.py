@@ -72,6 +72,7 @@ class Sidecar:
         self.policy: bytes | None = None
         self.decides = True
         self.heartbeats = 0
+        self.said: list[tuple[str, str]] = []  # protection and why, of each message
         self.lookups = 0
         self.shared = 0
         self.on_steps: Callable[[], object] = lambda: None
@@ -123,6 +124,7 @@ class FakeClient:
         sidecar.on_steps()
         with sidecar.lock:
             frames = [messages.decode_frame(raw) for raw in message.frames]
+            sidecar.said.append((message.protection, message.why))
             if not frames:
                 sidecar.heartbeats += 1
                 return Reply(run="r", incarnation="i", seq=-1, step=-1, commands=sidecar.orders)
@@ -484,6 +486,29 @@ class TestDelivery:
         with linked(monkeypatch, sidecar) as link:
             until(lambda: sidecar.heartbeats >= 2)
             assert [order.id for order in link.take_commands()] == ["c"]
+
+    def test_a_sign_of_life_says_how_the_run_is_guarded_and_a_frame_speaks_for_itself(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.05)
+        sidecar = Sidecar()
+        with linked(monkeypatch, sidecar) as link:
+            loop = Loop(link)
+            link.ask(lambda: ("blind", "nobody steps"))
+            until(lambda: ("blind", "nobody steps") in sidecar.said)
+            sent = len(sidecar.said)
+            loop.step()
+            assert ("", "") in sidecar.said[sent:]
+
+    def test_a_sign_of_life_is_sent_though_nobody_can_say_how_the_run_is_guarded(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.05)
+        sidecar = Sidecar()
+        with linked(monkeypatch, sidecar) as link:
+            link.ask(lambda: ("blind", str(1 / 0)))
+            until(lambda: sidecar.heartbeats >= 3)
+            assert set(sidecar.said) == {("", "")}
 
     def test_the_final_state_is_handed_over_at_the_end(
         self, monkeypatch: pytest.MonkeyPatch

@@ -21,6 +21,20 @@ class Mutant(NamedTuple):
 
 MUTANTS: dict[str, Mutant] = {
     # -- engine: what is restored, kept and counted
+    "an overflow of the scaler's is a fault": Mutant(
+        "engine.py", "dropped = scaler_dropped(observation, outcome)", "dropped = False"
+    ),
+    "an overflow talks down what is worse": Mutant(
+        "engine.py", "if old is None or old.severity is Severity.INFO:", "if True:"
+    ),
+    "a bad loss is left to the scaler": Mutant(
+        "rules.py", "and (loss is None or math.isfinite(loss))\n", "\n"
+    ),
+    "the step that brings a pause looks guarded": Mutant(
+        "engine.py",
+        "if planned.spent or (planned.commands",
+        "if planned.spent and (planned.commands",
+    ),
     "a rollback leaves the statistics": Mutant(
         "engine.py", "stats = event.stats\n", "stats = state.stats\n"
     ),
@@ -240,6 +254,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "an old culprit is blamed": Mutant(
         "advice.py", "observation.step - layers.out_at <= LINGERS", "True"
+    ),
+    "layers that are back stay flagged": Mutant("advice.py", 'return ("layer_band",)', "return ()"),
+    "a rare sample is taken for a return": Mutant(
+        "advice.py", " or any(b.first for b in layers.bands)", ""
     ),
     "advice is given on a blind step": Mutant(
         "advice.py", "    if observation.blind:\n", "    if False:\n"

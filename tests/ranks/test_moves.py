@@ -76,15 +76,40 @@ def test_a_halted_run_is_refused_on_every_rank_with_the_same_error(
     assert [r.last("ready")["refused"].split(":")[0] for r in report.ranks] == ["StillHalted"] * 2
 
 
+NO_SNAPSHOTS = {"snapshots": {"ram": False, "disk": False}}
+_OFF, _ON = "ram=False, disk=False", "ram=True, disk=True"
+
+
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        ({"mode": "observe"}, "another policy or mode than rank 0"),
+        (NO_SNAPSHOTS, f"other snapshots than rank 0: {_OFF} on rank 1, {_ON} on rank 0"),
+    ],
+    ids=["mode", "snapshots"],
+)
 def test_ranks_that_ask_for_different_things_only_observe_and_each_log_says_why(
-    ranks: Ranks,
+    ranks: Ranks, odd: dict[str, Any], why: str
 ) -> None:
-    report = run(ranks, "ddp", steps=10, odd={"1": {"mode": "observe"}}, nan={"5": 1})
+    """Seen red: other snapshots took the rollback from all ranks, and nobody said whose."""
+    report = run(ranks, "ddp", steps=10, odd={"1": odd}, nan={"5": 1})
     for rank in report.ranks:
         assert not judge.acted(rank)
         assert rank.last("end")["status"]["protection"] == "off"
-        why = "why=rank 1 has another policy or mode than rank 0"
-        assert [line for line in rank.said("log") if why in line["text"]], rank.said("log")
+        why_all = f"why=rank 1 has {why}"
+        assert [line for line in rank.said("log") if why_all in line["text"]], rank.said("log")
+    (run_id,) = {r.last("end")["status"]["run_id"] for r in report.ranks}  # one job is one run
+    assert [path.name for path in (report.directory / "runs").iterdir() if path.is_dir()] == [
+        run_id
+    ]
+
+
+def test_a_rank_that_only_observes_is_another_run_where_the_user_says_so(ranks: Ranks) -> None:
+    odd = {"1": {"mode": "observe", "run_id": "stage-1"}}
+    report = run(ranks, "ddp", steps=4, odd=odd, options={"run_id": "stage-0"})
+    ids = [r.last("end")["status"]["run_id"] for r in report.ranks]
+    assert ids == ["stage-0", "stage-1"]
+    assert {path.name for path in (report.directory / "runs").iterdir()} >= set(ids)
 
 
 def test_detached_and_attached_again_it_acts_as_before(ranks: Ranks) -> None:

@@ -438,6 +438,35 @@ class TestTrainers:
 
         run(test)
 
+    def test_what_a_sign_of_life_says_of_the_protection_holds_until_the_next_step(self) -> None:
+        async def test() -> None:
+            async with sidecar() as at:
+                trainer = Trainer(at)
+                await trainer.register()
+                await trainer.post(protection="blind", why="too early")
+                assert (await trainer.about())["protection"] == "off", "nothing was measured yet"
+                await trainer.step()
+                decided = (await trainer.about())["protection"]
+                assert decided == "warming"
+                for said, shown in (
+                    ("blind", ("blind", "nobody steps")),
+                    ("of a newer version", (decided, "")),
+                    ("off", ("off", "nobody steps")),
+                    ("", (decided, "")),
+                    ("blind", ("blind", "nobody steps")),
+                ):
+                    why = "nobody steps" if said else ""
+                    assert (await trainer.post(protection=said, why=why)).seq == -1
+                    about = await trainer.about()
+                    assert (about["protection"], about["protection_why"]) == shown
+                    text = (await at.tcp.get("/metrics")).text
+                    line = f'sentinel_protection{{run="r",state="{shown[0]}"}} 1.0'
+                    assert line in text
+                await trainer.step()
+                assert (await trainer.about())["protection"] == decided
+
+        run(test)
+
     def test_a_state_that_was_overtaken_is_not_taken_back(self) -> None:
         async def test() -> None:
             async with sidecar() as at:

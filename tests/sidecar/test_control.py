@@ -309,7 +309,7 @@ class TestOrders:
                     summary="",
                     latched=latched,
                 )
-                known.state = State(ledger=Ledger(incidents=(incident,)))
+                known.mirror.state = State(ledger=Ledger(incidents=(incident,)))
                 known.run_state = state
                 found = Known("r", 1, 1, None, incident, incident.key)
                 assert await service.people.acknowledge(found, "ada") == f"noted; {said}"

@@ -45,7 +45,7 @@ class Place:
         self.client.put("/v1/runs/r7", json={})
         run = self.service.runs.get("r7")
         state = engine.initial(460)
-        run.state = replace(state, ledger=replace(state.ledger, snapshots=known))
+        run.mirror.state = replace(state, ledger=replace(state.ledger, snapshots=known))
 
     def read(self) -> None:
         """What is due is read, and told."""
@@ -177,8 +177,8 @@ def test_a_rollback_to_a_damaged_one_is_given_with_a_warning_that_is_kept(place:
     assert told["state"] == "pending"
     assert "the snapshot of step 400 is damaged on disk (__0_0.distcp" in told["warning"]
     # Not to 300, which is damaged as well; and the memory comes before the disk.
-    assert told["warning"].endswith("it takes the next older one, of step 200 (verified)")
-    assert "If the trainer still holds it in memory, it goes back to that" in told["warning"]
+    assert told["warning"].endswith("; else the next older one, of step 200 (verified)")
+    assert "takes the copy in the trainer's memory, if there still is one" in told["warning"]
     assert place.order(id="a")["warning"] == told["warning"]  # the same order
     assert "of step 300 is damaged on disk" in place.order(target=300)["warning"]
     assert place.order(target=200)["warning"] == ""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+from sentinel.core.state import ENGINE_VERSION
 from sentinel.core.types import NOT_MEASURED
 from sentinel.sidecar import exporter
 from sentinel.sidecar.exporter import ENDED_S, LOST_S, TOP, Layers
@@ -18,7 +20,7 @@ from sentinel.sidecar.settings import Settings
 from sentinel.wire.messages import Counts, Layer
 from tests.support import FakeClock
 from tests.support.reports import Reporter
-from tests.support.simulated import SimulatedTrainer
+from tests.support.simulated import NanGradient, SimulatedTrainer
 
 LAYERS = 60
 
@@ -52,7 +54,7 @@ def shown(service: Service, layers: Layers = Layers.TOP) -> dict[str, float]:
 
 
 def set_norms(service: Service, values: np.ndarray) -> None:
-    service.runs.get("r").columns["layer_grad_norm"] = values.astype(np.float32)
+    service.runs.get("r").figures.columns["layer_grad_norm"] = values.astype(np.float32)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_series_of_runs_that_are_over_disappear_after_a_while(
 
 def test_what_the_trainer_measures_besides_is_exported(service: Service) -> None:
     reporting(service, 2)
-    service.runs.get("r").counts = Counts(
+    service.runs.get("r").figures.counts = Counts(
         gauges={"tokens_per_second": 1234.5, "memory_bytes/weights": 1e9, "unknown": 1.0}
     )
     found = scrape(service)
@@ -170,3 +172,33 @@ def test_a_label_with_every_odd_character_comes_back_as_it_was(service: Service)
     assert set(shown(service)) == {odd, "b"}
     set_norms(service, np.array([np.nan, 1.0]))
     assert set(shown(service)) == {odd, "b"}
+
+
+@pytest.mark.parametrize("decides", [True, False])
+def test_a_process_that_registers_again_keeps_what_was_counted(
+    service: Service, monkeypatch: pytest.MonkeyPatch, decides: bool
+) -> None:
+    if not decides:  # another engine version only records
+        real = service.runs.register
+        monkeypatch.setattr(
+            service.runs,
+            "register",
+            lambda m, now: real(msgspec.structs.replace(m, engine_version=ENGINE_VERSION + 1), now),
+        )
+    reporter = Reporter(service, SimulatedTrainer(seed=1, layers=3, faults=[NanGradient(5)]))
+    reporter.register()
+    reporter.steps(20)
+    service.runs.get("r").figures.errors["decide"] = 1
+    before = of_run(service)
+    assert ("sentinel_skipped_steps_total", "1.0") in {(name, v) for name, _, v in before}
+    reporter.register()
+    assert of_run(service) == before
+
+
+def of_run(service: Service) -> list[tuple[str, dict, str]]:
+    return [
+        (name, labels, repr(value))
+        for name, samples in scrape(service).items()
+        for labels, value in samples
+        if "run" in labels
+    ]

@@ -20,7 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from sentinel.core.state import ENGINE_VERSION
 from sentinel.sidecar.app import create_app
-from sentinel.sidecar.runs import MOST_JUMP, MOST_REFUSED
+from sentinel.sidecar.runs.bounds import MOST_JUMP
+from sentinel.sidecar.runs.reports import MOST_REFUSED
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
 from sentinel.traces.reader import Reader
@@ -147,7 +148,7 @@ def test_mutated_frames_are_refused_or_make_sense(
     answers: Counter[int] = Counter()
 
     def message() -> bytes:
-        newest = service.runs.get("victim").next_seq
+        newest = service.runs.get("victim").mirror.next_seq
         frame = dict(chance.choice(plain))
         if chance.random() < 0.7:  # as if it came next
             frame["seq"] = newest
@@ -213,7 +214,7 @@ def test_mutated_frames_are_refused_or_make_sense(
     print(f"{dict(sorted(answers.items()))}, grown by {grown / 1024:.1f} MB")
     assert answers[422] > frames // 20
     assert answers[-1] > frames // 50  # late ones: refused one by one
-    assert service.runs.get("victim").seen.missing < MOST_JUMP * 2
+    assert service.runs.get("victim").kept.seen.missing < MOST_JUMP * 2
     assert grown < 100 * 1024
     assert not [r for r in caplog.records if r.message.startswith("request failed")]
 

@@ -7,52 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 
-from sentinel.sidecar.app import create_app
-from sentinel.sidecar.service import Service
-from sentinel.sidecar.settings import Settings
 from sentinel.traces.replay import replay
 from sentinel.wire import codec
 from tests.support import FakeClock
-
-
-class Foreign:
-    """It speaks JSON to a sidecar that can be started again."""
-
-    def __init__(self, place: Path, clock: FakeClock) -> None:
-        self.place, self.clock = place, clock
-        self.service: Service
-        self.start()
-
-    def start(self) -> None:
-        settings = Settings(data_dir=self.place, token="t" * 16)
-        app = create_app(settings, clock=self.clock, timer=lambda: 0.0)
-        headers = {"authorization": "Bearer " + "t" * 16}
-        self.client = TestClient(app, base_url="http://localhost", headers=headers)
-        self.service = app.state.service
-
-    def again(self) -> None:
-        self.service.close()
-        self.start()
-
-    def ask(self, method: str, path: str = "", body: Any = None, status: int = 200) -> Any:
-        got = self.client.request(method, f"/v1/runs/j{path}", json=body)
-        assert got.status_code == status, got.text
-        return got.json()
-
-    def put(self, status: int = 200, **body: Any) -> Any:
-        return self.ask("PUT", "", body, status)
-
-    def step(self, step: int, norm: Any = 1.0, status: int = 200, **beside: Any) -> Any:
-        columns = beside.pop("columns", {})
-        loss = 2.0 + 0.001 * (step % 7)
-        seen = {"step": step, "loss": loss, "grad_norm": norm, "columns": columns}
-        return self.ask("POST", "/steps", {"observation": seen, **beside}, status)
-
-    def actions(self) -> dict[int, str]:
-        found = self.ask("GET", "/series?name=action")["series"]["action"]
-        return dict(zip(found["step"], found["value"], strict=True))
+from tests.support.foreign import Foreign, proved
 
 
 @pytest.fixture
@@ -60,14 +19,6 @@ def trainer(tmp_path: Path, clock: FakeClock) -> Iterator[Foreign]:
     made = Foreign(tmp_path / "data", clock)
     yield made
     made.service.close()
-
-
-def proved(trainer: Foreign, steps: int) -> None:
-    """Every decision of the record is computed again, and is the same."""
-    report = replay(trainer.place / "runs" / "j")
-    assert (report.steps, report.unverified) == (steps, 0)
-    assert report.identical
-    assert report.state_mismatches == 0
 
 
 def did(step: int, executed: str) -> dict[str, Any]:

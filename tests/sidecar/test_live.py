@@ -240,10 +240,10 @@ class TestJobs:
         service.runs.expire(clock.now)
         job = jobs.Jobs(service)
         asyncio.run(job.retain())
-        assert service.runs.get("r").record is not None
+        assert service.runs.get("r").kept.record is not None
         clock.advance(4000.0)
         asyncio.run(job.retain())
-        assert service.runs.get("r").record is None
+        assert service.runs.get("r").kept.record is None
         assert not service.store.records
         reporter.steps(5)
         assert service.runs.get("r").run_state == "running"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 import schemathesis
@@ -108,6 +109,36 @@ def test_every_operation_answers_as_the_document_says(case: Any) -> None:
             checks.CHECKS.get_one("response_schema_conformance"),
         ],
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("get", "", None),
+        ("get", "/{run}", None),
+        ("get", "/{run}/snapshots", None),
+        ("get", "/{run}/incidents", None),
+        ("get", "/{run}/decisions", None),
+        ("get", "/{run}/series", None),
+        ("get", "/{run}/layers", None),
+        ("post", "/{run}/commands", {"kind": "rollback"}),
+    ],
+)
+def test_the_answers_of_a_run_that_there_is_are_as_the_document_says(
+    app: FastAPI, method: str, path: str, body: Any
+) -> None:
+    # Schemathesis makes names up, of which there are hardly any runs.
+    client = TestClient(app, headers={"authorization": "Bearer t"})
+    got = client.request(method, "/v1/runs" + path.format(run="r"), json=body)
+    written = document("1")
+    answers = written["paths"]["/v1/runs" + path][method]["responses"][str(got.status_code)]
+    assert got.status_code < 300, got.text
+    schema = answers["content"]["application/json"]["schema"]
+    jsonschema.Draft202012Validator(schema | {"components": written["components"]}).validate(
+        got.json()
+    )
+    if path == "/{run}":
+        assert got.json()["snapshots"]
 
 
 def test_a_trainer_in_another_language_needs_json_only() -> None:

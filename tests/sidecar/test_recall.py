@@ -161,7 +161,7 @@ def test_a_lost_run_reads_as_it_stood_and_its_trainer_goes_on_from_its_own_state
     reply = reporter.steps(1)
     assert reply.decision is not None
     run = service.runs.get("r")
-    assert (run.run_state, run.handovers) == ("running", 1)
+    assert (run.run_state, run.figures.handovers) == ("running", 1)
     assert codec.state_hash(run.state) == codec.state_hash(  # type: ignore[arg-type]
         reporter.trainer.steps[-1].before
     )

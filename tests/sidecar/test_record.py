@@ -115,7 +115,7 @@ def test_what_was_acknowledged_is_there_after_the_sidecar_was_killed(
     assert found["loss"]["step"] == own["step"]
     assert found["action"]["value"] == own["action"]
     about = again.runs.get("r")
-    assert (about.seen.count, about.seen.missing) == (300, 0)
+    assert (about.kept.seen.count, about.kept.seen.missing) == (300, 0)
 
 
 def test_late_reports_stand_where_they_belong(start: Callable[..., Service]) -> None:
@@ -145,9 +145,9 @@ def test_an_outcome_that_differs_from_what_was_decided_is_what_the_record_shows(
     reporter.post(skipped)
     assert reporter.curves()["series"]["action"]["value"][-1] == "skip_step"
     run = service.runs.get("r")
-    assert run.record is not None
+    assert run.kept.record is not None
     let_through = messages.wire_outcome(Outcome(90, Action.PROCEED, True))
-    service.runs._outcomes(run, (let_through,), 0.0)
+    service.runs.recording.outcomes(run, (let_through,), 0.0)
     assert reporter.curves()["series"]["action"]["value"][-1] == "proceed"
     service.store.database.sync(lambda session: None)
     assert decisions(service) == []
@@ -236,7 +236,7 @@ def test_small_segments_lose_and_double_nothing(
     die(service)
     service = reporter.service = start()
     reporter.register()
-    assert service.runs.get("r").seen.spans == [(0, 299)]
+    assert service.runs.get("r").kept.seen.spans == [(0, 299)]
     reporter.post(*reporter.frames, late=True)  # all of it once more
     own, found = expected(reporter.trainer), reporter.curves()["series"]
     for name in ("loss", "grad_norm", "action"):
@@ -252,10 +252,10 @@ def test_an_outcome_that_comes_when_its_segment_is_closed_is_shown_all_the_same(
     reporter.register()
     reporter.steps(200)
     run = service.runs.get("r")
-    assert run.record is not None
-    assert len(list(run.record.directory.glob("scalars-*.seg"))) > 5
+    assert run.kept.record is not None
+    assert len(list(run.kept.record.directory.glob("scalars-*.seg"))) > 5
     let_through = messages.wire_outcome(Outcome(90, Action.PROCEED, True))
-    service.runs._outcomes(run, (let_through,), 0.0)
+    service.runs.recording.outcomes(run, (let_through,), 0.0)
     for _ in range(2):
         shown = dict(zip(*reporter.curves("action")["series"]["action"].values(), strict=True))
         assert shown[90] == "proceed"
@@ -292,8 +292,8 @@ def test_a_hole_is_as_large_as_what_never_came(start: Callable[..., Service]) ->
     reporter.register(first=80)
     reporter.steps(20)
     run = service.runs.get("r")
-    assert run.seen.missing == 30
-    assert run.seen.holes() == [(50, 79)]
+    assert run.kept.seen.missing == 30
+    assert run.kept.seen.holes() == [(50, 79)]
     steps = reporter.curves()["series"]["loss"]["step"]
     assert steps == [*range(50), *range(80, 100)]
 
@@ -380,7 +380,7 @@ def test_a_disk_that_fails_takes_no_late_reports_and_says_that_live_ones_are_not
     again = reporter.post(reporter.frames[-1])
     assert again.recorded
     assert again.decision is not None
-    assert service.runs.get("r").seen.spans == [(0, 49), (61, 61)]
+    assert service.runs.get("r").kept.seen.spans == [(0, 49), (61, 61)]
     reporter.post(*reporter.frames[50:], late=True)
     assert service.store.trouble == ""
     assert reporter.steps(1).recorded
@@ -515,7 +515,7 @@ def test_lost_records_are_the_rows_that_are_missing_and_nothing_besides(
     reporter.register()  # its connection was cut
     reporter.steps(3)
     service.store.close_record("r")  # and its record opened anew
-    service.runs.get("r").record = None
+    service.runs.get("r").kept.record = None
     with pytest.raises(RefusedError, match="takes no reports"):
         reporter.post(reporter.frames[52], late=True)
     full_disk(False)
@@ -523,7 +523,7 @@ def test_lost_records_are_the_rows_that_are_missing_and_nothing_besides(
     steps = reporter.curves()["series"]["loss"]["step"]
     missing = sorted(set(range(110)) - set(steps))
     assert missing == list(range(50, 90))
-    assert service.runs.get("r").seen.missing == len(missing)
+    assert service.runs.get("r").kept.seen.missing == len(missing)
     assert service.store.lost_records == len(missing)
     assert details(service.run("r"), 0.0)["unwritten_reports"] == len(missing)
     assert f"\nsentinel_sidecar_lost_records_total {len(missing)}.0\n" in metrics(service)
@@ -540,7 +540,7 @@ def test_a_correction_that_no_disk_took_is_written_when_one_does(
     assert reporter.curves()["series"]["action"]["value"][-1] == "skip_step"
     full_disk(True)
     let_through = messages.wire_outcome(Outcome(90, Action.PROCEED, True))
-    service.runs._outcomes(service.runs.get("r"), (let_through,), 0.0)
+    service.runs.recording.outcomes(service.runs.get("r"), (let_through,), 0.0)
     assert reporter.curves()["series"]["action"]["value"][-1] == "skip_step"
     assert service.store.lost_records == 0
     full_disk(False)

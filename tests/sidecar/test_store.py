@@ -174,7 +174,7 @@ def test_a_whole_run_is_told_by_its_tables(url: str, tmp_path: Path, clock: Fake
     incidents = read(lambda session: list(session.scalars(select(IncidentRow))))
     assert len(incidents) == len(trainer.state.ledger.incidents) > 0
     known = again.runs.get("r")
-    assert (known.run_state, known.seen.count) == ("finished", 260)
+    assert (known.run_state, known.kept.seen.count) == ("finished", 260)
     again.close()
 
 

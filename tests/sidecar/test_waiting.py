@@ -64,7 +64,7 @@ def test_a_baseline_that_still_moves_is_told_with_its_two_halves(service: Servic
     run = service.runs.get("r")
     assert run.state is not None
     norms = tuple(100.0 * 0.9**n for n in range(70))
-    run.state = replace(run.state, stats=replace(run.state.stats, norm=NormState(norms)))
+    run.mirror.state = replace(run.state, stats=replace(run.state.stats, norm=NormState(norms)))
     said = waiting(run)[0]["detail"]
     assert "for its baseline to hold still" in said
     assert "differ by 1.5x or more" in said
@@ -76,5 +76,5 @@ def test_without_a_state_it_is_said_that_it_is_not_known(service: Service) -> No
     reporter.register()
     reporter.steps(5)
     run = service.runs.get("r")
-    run.state = None
+    run.mirror.state = None
     assert waiting(run)[0]["rule"] == ""

@@ -19,6 +19,7 @@ Errors:  a trace that cannot be written is told once and tried at every step, an
 from __future__ import annotations
 
 import logging
+import weakref
 from pathlib import Path
 
 from sentinel.core.events import Event, Restored, RestoreFailed
@@ -30,7 +31,7 @@ from sentinel_hooks import configuration, telling
 from sentinel_hooks.guard import Guard
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.ledger_file import Keeper
-from sentinel_hooks.link import Link
+from sentinel_hooks.link import Link, Says
 from sentinel_hooks.outlets import Outlets, settled
 from sentinel_hooks.parts.open_step import OpenStep
 from sentinel_hooks.snapshots import Snapshots
@@ -131,6 +132,21 @@ class Chronicle:
         if state.ledger is not before and self._logs_flags:
             for line in telling.flags(before, state.ledger, self._layers.layers):
                 logger.warning("flag run=%s step=%s %s", self._run, observation.step, line)
+
+    def ask(self, says: Says) -> None:
+        """What the outside hears of the protection between two steps: a session's own method.
+
+        It is held weakly: threads ask it, and must not keep the user's model alive.
+        """
+        method = weakref.WeakMethod(says)
+
+        def asked() -> tuple[str, str]:
+            alive = method()
+            return ("", "") if alive is None else alive()
+
+        self._link.ask(asked)
+        if self._outlets is not None:
+            self._outlets.ask(asked)
 
     def event(self, event: Event, before: Ledger, state: State) -> None:
         """Something happened between two steps."""

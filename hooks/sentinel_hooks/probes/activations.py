@@ -152,7 +152,7 @@ class _Out:
             if x is None:
                 return
         if torch.compiler.is_compiling():
-            if not is_exporting():
+            if torch.compiler.is_dynamo_compiling() and not is_exporting():
                 torch.ops.torch_sentinel.activated(self.token, self.slot, x.detach())
         elif not (is_transforming() or is_tracing()):
             self.probe.take(self.block, x)

@@ -316,6 +316,18 @@ class AttentionProbe(Quiet):
         else:
             place.level = SOME
 
+    def _is_a_part(self, module: nn.Module, place: Place) -> bool:
+        """A projection with things of its own inside (LoRA around c_attn), of an attention seen."""
+        wrapped = isinstance(getattr(module, "base_layer", None), nn.Module)
+        return any(
+            p.attention
+            and p.measurements
+            and (wrapped or p.row == place.row >= 0)
+            and _holds(m, module)
+            for m, p in self._places
+            if m is not module
+        )
+
     # -- telling -------------------------------------------------------------------------------
 
     def blind_spots(self) -> list[Unseen]:
@@ -336,6 +348,8 @@ class AttentionProbe(Quiet):
         for module, place in inside:
             if any(id(m) in seen for m in module.modules()):
                 continue  # it is seen in a module of its own
+            if self._is_a_part(module, place):
+                continue
             if any(p is not place for m, p in inside if m is not module and _holds(module, m)):
                 continue  # the inner one is named
             blind.setdefault(_reason(place), []).append(place.name)

@@ -282,8 +282,8 @@ def scaled_dot_product_attention(
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if torch.compiler.is_compiling():
         order = _TOKENS.get(query.device.type)
-        exporting = is_exporting()
-        if order is None or not torch.is_grad_enabled() or exporting or query.dim() != 4:
+        traced = torch.compiler.is_dynamo_compiling() and not is_exporting()
+        if order is None or not torch.is_grad_enabled() or not traced or query.dim() != 4:
             return _stock(*call)
         out, lse, best = _traced(*call)
         q, k, mask = _as_computed(query), _as_computed(key), _detached(attn_mask)
@@ -508,8 +508,11 @@ def torch_softmax(*args: Any, **kwargs: Any) -> Tensor:
 
 def _look_at_scores(scores: Any, dim: Any) -> None:
     if torch.compiler.is_compiling():
+        # Torch's own decompositions call it too, while nobody traces: with fake tensors, among
+        # which none of ours may come.
         if (
             torch.is_grad_enabled()
+            and torch.compiler.is_dynamo_compiling()
             and not is_exporting()
             and isinstance(scores, Tensor)
             and scores.dim() == 4

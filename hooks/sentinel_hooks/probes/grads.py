@@ -14,6 +14,10 @@ A norm that is not finite says that some gradient is not, or that finite ones we
 float32: only then is the tensor measured again, in float64. With gradients that the user already
 clipped that is no longer possible, and the norm stays what torch's clip saw.
 
+Gradients that were written after the clip (a tensor counts how often it was) are measured at the
+gate as well, and the worse of the two counts: what is not finite, else the larger. A loop that
+adds noise to clipped gradients so keeps the norms of before the clip.
+
 With several ranks each measures what lies on it (the local shard of a DTensor) and counts it as
 its share: a parameter that n ranks hold counts 1/n on each, so that sums over all ranks are right,
 whatever the number of ranks.
@@ -28,7 +32,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -45,6 +49,7 @@ Float64 = npt.NDArray[np.float64]
 
 CHECKED = 1 << 22  # elements that the self-check computes again, once
 _GRAD = operator.attrgetter("grad")
+_VERSION = operator.attrgetter("_version")
 _NONE = type(None)
 _PLAIN = {Tensor, nn.Parameter}
 
@@ -103,6 +108,8 @@ class PendingNorms:
 
     Attributes:
         places: which of `grads` each norm is of.
+        again: of a member whose gradients were written after the clip: which vectors are the
+            clip's, and which were taken at the gate.
     """
 
     norms: list[Tensor]
@@ -111,6 +118,7 @@ class PendingNorms:
     grads: list[Sequence[Tensor]]
     places: list[npt.NDArray[np.intp] | None]
     scales: list[float | None]
+    again: list[tuple[range, range]] = field(default_factory=list)
 
     def add(
         self,
@@ -128,6 +136,26 @@ class PendingNorms:
         self.grads.append(grads)
         self.places.append(places)
         self.scales.append(scale)
+
+
+Stamp = tuple[list[int], list[int]]
+"""Which tensors, and how often each was written: their ids, their versions."""
+
+
+@dataclass(slots=True)
+class _Clip:
+    """One clip of the user's; nothing here holds a gradient.
+
+    Attributes:
+        before: as it found them, where another clip was before it.
+        after: as it left them; None where that says nothing.
+    """
+
+    parameters: list[Tensor]
+    norms: Tensor
+    before: Stamp | None
+    after: Stamp | None = None
+    lasting: bool = True
 
 
 @dataclass(slots=True)
@@ -150,7 +178,7 @@ class GradProbe:
         self._checks_due = False
         self._compared: list[tuple[Tensor, Tensor, bool]] = []
         self.checked: list[tuple[float, float, bool]] = []
-        self._clips: list[tuple[list[Tensor], Tensor]] = []
+        self._clips: list[_Clip] = []
         self._clips_seen = 0  # rises whenever they change
         self.members = [Member(o, [], np.empty(0, np.intp), []) for o in optimizers]
         self.unlisted = 0
@@ -188,16 +216,61 @@ class GradProbe:
     # -- the user's clip ---------------------------------------------------------------------
 
     def clipped(
-        self, parameters: Sequence[Tensor], grads: Sequence[Tensor], norms: Tensor | None
+        self,
+        parameters: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        norms: Tensor | None,
+        *,
+        lasting: bool = True,
     ) -> None:
-        """The user's clip is about to scale `grads`: keep (or take) their norms."""
+        """The user's clip is about to scale `grads`: keep (or take) their norms.
+
+        Args:
+            lasting: False: a gradient scaler will write them after the clip.
+        """
         if norms is None:
             norms = _concat(tensor_norms([local(g) for g in grads]))
         if norms is not None:
-            self._clips.append((list(parameters), norms))
+            before = _stamp(grads) if self._clips else None
+            self._clips.append(_Clip(list(parameters), norms, before, lasting=lasting))
             self._clips_seen += 1
             if self._checks_due:
                 self._compare([local(g) for g in grads], list(norms))
+
+    def left_by_clip(self, grads: Sequence[Tensor]) -> None:
+        """That clip has scaled them: what is written from now on it has not seen."""
+        if self._clips and self._clips[-1].lasting:
+            self._clips[-1].after = _stamp(grads)
+
+    def _written_since(self) -> bool:
+        """Gradients were written, or replaced, after the clip that measured them."""
+        for clip in self._clips:
+            if clip.after is None:
+                return False
+            grads = list(map(_GRAD, clip.parameters))
+            if list(map(id, grads)) != clip.after[0]:
+                break
+            if list(map(_VERSION, grads)) != clip.after[1]:
+                break
+        else:
+            return False
+        return len(self._clips) == 1 or self._written_between()
+
+    def _written_between(self) -> bool:
+        """The same where clips may have written each other's."""
+        known: dict[int, int] = {}
+        for clip in self._clips:
+            if clip.before is not None:
+                for tensor, version in zip(*clip.before, strict=True):
+                    if known.get(tensor, version) != version:
+                        return True
+            if clip.after is not None:
+                known.update(zip(*clip.after, strict=True))
+        return any(
+            p.grad is None or known.get(id(p.grad)) != p.grad._version
+            for clip in self._clips
+            for p in clip.parameters
+        )
 
     def forget_clips(self) -> None:
         """The gradients have moved since, or were used: those norms are stale."""
@@ -228,15 +301,15 @@ class GradProbe:
         """Norms from the one clip that was over just these, in this order: the usual case."""
         if len(self._clips) != 1:
             return None
-        clipped, norms = self._clips[0]
-        return norms if _same(clipped, owners) else None
+        clip = self._clips[0]
+        return clip.norms if _same(clip.parameters, owners) else None
 
     def _located(self, member: Member) -> _Where:
         """Where the clips have this member's parameters, which hardly ever changes."""
         where = member.where
         if where is not None and where.seen == self._clips_seen:
             return where
-        lists = [clipped for clipped, _ in self._clips]
+        lists = [clip.parameters for clip in self._clips]
         if where is None or not _same_lists(where.clipped, lists):
             where = member.where = _locate(member.parameters, lists)
         where.seen = self._clips_seen
@@ -272,33 +345,46 @@ class GradProbe:
             scales: what a member's gradients are still multiplied by (an unfinished unscale).
         """
         pending = PendingNorms([], [], [], [], [], [])
+        again = bool(self._clips) and self._written_since()
         for m in members:
             member = self.members[m]
+            scale = scales.get(m) if scales else None
+            first = len(pending.norms)
             exact = self._clipped_exactly(member.parameters)
             if exact is not None:
                 pending.add(exact, member.layer_P, member.share_P)
-                continue
-            grads: list[Tensor] = list(map(_GRAD, member.parameters))
-            have: list[int] | None = None
-            kinds = set(map(type, grads))
-            if _NONE in kinds:
-                kinds.discard(_NONE)
-                have = [i for i, g in enumerate(grads) if g is not None]
-            if self._clips and kinds:
-                have = self._add_clipped(pending, member, have)
-            if have is not None:
-                grads = [grads[i] for i in have]
-            if grads:
-                if member.sharded:
-                    grads = [local(g) for g in grads]
-                packed = _packed(member, have, kinds <= _PLAIN)
-                scale = scales.get(m) if scales else None
-                for k, norms in enumerate(packed.packing.norms(grads)):
-                    places = packed.packing.places[k]
-                    pending.add(norms, packed.layers[k], packed.shares[k], grads, places, scale)
-                    if self._checks_due:
-                        self._compare([grads[i] for i in places.tolist()], list(norms))
+            else:
+                self._add_measured(pending, member, scale, clips=bool(self._clips))
+            if again:
+                then = len(pending.norms)
+                self._add_measured(pending, member, scale, clips=False)
+                pending.again.append((range(first, then), range(then, len(pending.norms))))
         return pending
+
+    def _add_measured(
+        self, pending: PendingNorms, member: Member, scale: float | None, *, clips: bool
+    ) -> None:
+        """The norms of this member's gradients; with `clips`, of what no clip has measured."""
+        grads: list[Tensor] = list(map(_GRAD, member.parameters))
+        have: list[int] | None = None
+        kinds = set(map(type, grads))
+        if _NONE in kinds:
+            kinds.discard(_NONE)
+            have = [i for i, g in enumerate(grads) if g is not None]
+        if clips and kinds:
+            have = self._add_clipped(pending, member, have)
+        if have is not None:
+            grads = [grads[i] for i in have]
+        if not grads:
+            return
+        if member.sharded:
+            grads = [local(g) for g in grads]
+        packed = _packed(member, have, kinds <= _PLAIN)
+        for k, norms in enumerate(packed.packing.norms(grads)):
+            places = packed.packing.places[k]
+            pending.add(norms, packed.layers[k], packed.shares[k], grads, places, scale)
+            if self._checks_due:
+                self._compare([grads[i] for i in places.tolist()], list(norms))
 
     def _add_clipped(
         self, pending: PendingNorms, member: Member, have: list[int] | None
@@ -307,7 +393,7 @@ class GradProbe:
         where = self._located(member)
         if not where.touching:
             return have
-        vectors = [self._clips[k][1].detach() for k in where.touching]
+        vectors = [self._clips[k].norms.detach() for k in where.touching]
         norms = vectors[0]
         if len(vectors) > 1:
             norms = torch.cat([v.to(norms.device) for v in vectors])
@@ -327,6 +413,8 @@ class GradProbe:
             return None
         layer_sq_L = np.zeros(len(self._table) + 1)
         total_sq = 0.0
+        squares: list[Float64] = []
+        totals: list[float] = []
         for i, value_P in enumerate(values):
             sq_P = np.square(value_P)
             total = float(sq_P.sum())
@@ -341,11 +429,24 @@ class GradProbe:
             if scale is not None:
                 sq_P = sq_P / (scale * scale)
                 total /= scale * scale
+            squares.append(sq_P)
+            totals.append(total)
+        void: set[int] = set()
+        for clips, gates in pending.again:
+            clip, gate = (sum(totals[i] for i in which) for which in (clips, gates))
+            void |= set(clips if gate > clip or not math.isfinite(gate) else gates)
+        for i, (sq_P, total) in enumerate(zip(squares, totals, strict=True)):
+            if i in void:
+                continue
             total_sq += total
             layer_sq_L += np.bincount(
                 pending.layers[i], weights=sq_P, minlength=len(self._table) + 1
             )
         return Norms(total_sq, layer_sq_L[:-1])
+
+
+def _stamp(tensors: Sequence[Tensor]) -> Stamp:
+    return list(map(id, tensors)), list(map(_VERSION, tensors))
 
 
 def local(tensor: Tensor) -> Tensor:

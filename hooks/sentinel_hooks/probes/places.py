@@ -184,7 +184,8 @@ class Enter(_Hook):
         if is_exporting():
             return
         if torch.compiler.is_compiling():
-            torch.ops.torch_sentinel.enter(self.token, self.slot)
+            if torch.compiler.is_dynamo_compiling():  # else with fake tensors, in the graph as one
+                torch.ops.torch_sentinel.enter(self.token, self.slot)
         else:
             WHERE.enter(self.place)
 
@@ -196,7 +197,8 @@ class Leave(_Hook):
         if is_exporting():
             return
         if torch.compiler.is_compiling():
-            torch.ops.torch_sentinel.leave(self.token, self.slot)
+            if torch.compiler.is_dynamo_compiling():  # else with fake tensors, in the graph as one
+                torch.ops.torch_sentinel.leave(self.token, self.slot)
         else:
             WHERE.leave(self.place)
 

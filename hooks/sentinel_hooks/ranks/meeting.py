@@ -51,14 +51,20 @@ class Paper(msgspec.Struct, frozen=True, kw_only=True):
         optimizers: how many step together.
         policy: digest of the policy asked for.
         signals: what is measured beside the gradients.
+        snapshots: what decides on this rank whether a step has a snapshot, by field.
+        norm_fn: a function of the user's says what the gradient norm is.
         acts: its norms can be added up over ranks.
+        run: the id that this rank would give the run; rank 0's is taken, whatever else differs.
     """
 
     layers: str
     optimizers: int
     policy: str
     signals: str = ""
+    snapshots: dict[str, str] = {}
+    norm_fn: bool = False
     acts: bool = True
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,8 @@ class Met:
     Attributes:
         world: ranks of the training run.
         group: None: no common group; see `why`.
-        alike: all came, but their papers differ in something that must be equal.
+        alike: False: all came, but their papers differ in something that must be equal.
+        run: rank 0's id for the run; "" when not all came.
     """
 
     rank: int
@@ -76,6 +83,7 @@ class Met:
     group: Group | None = None
     why: str = ""
     alike: bool = True
+    run: str = ""
 
 
 def world_size() -> int:
@@ -129,18 +137,20 @@ def meet(paper: Paper, *, clock: Callable[[], float] = time.perf_counter) -> Met
         return Met(me, world, why=f"the ranks could not meet: {type(error).__name__}: {error}")
     if verdict != GO:
         return Met(me, world, why=verdict.removeprefix(STOP))
-    if any(p != papers[0] for p in papers) or not papers[0].acts:
-        return Met(me, world, why=_difference(papers), alike=False)
+    run = papers[0].run
+    different = _difference(papers)
+    if different:
+        return Met(me, world, why=different, alike=False, run=run)
     try:
         if store.check(["given_up"]):  # this rank was slow, and nobody is there to connect to
-            return Met(me, world, why=bytes(store.get("given_up")).decode())
+            return Met(me, world, why=bytes(store.get("given_up")).decode(), run=run)
         group = Group.make(_named(store, "group"), me, world, timeout_s)
     except Exception as error:  # noqa: BLE001
         why = f"no group could be made: {type(error).__name__}: {error}"
         with contextlib.suppress(Exception):  # the store may be what is gone
             store.set("given_up", why)
-        return Met(me, world, why=why)
-    return Met(me, world, group)
+        return Met(me, world, why=why, run=run)
+    return Met(me, world, group, run=run)
 
 
 def decline(why: str) -> None:
@@ -217,6 +227,8 @@ _DIFFERENT = {
     "optimizers": "another number of optimizers",
     "policy": "another policy or mode",
     "signals": "other signals",
+    "snapshots": "other snapshots",
+    "norm_fn": "another norm_fn",
 }
 
 
@@ -231,5 +243,18 @@ def _difference(papers: list[Paper]) -> str:
         odd = [r for r, p in enumerate(papers) if getattr(p, name) != getattr(first, name)]
         if odd:
             verb = "has" if len(odd) == 1 else "have"
-            return f"{_listed(odd)} {verb} {words} than rank 0"
+            return f"{_listed(odd)} {verb} {words} than rank 0{_in_detail(name, papers, odd[0])}"
     return ""
+
+
+def _in_detail(name: str, papers: list[Paper], odd: int) -> str:
+    """Of fields that are small enough to be said: what the first odd rank has, and rank 0."""
+    if name == "norm_fn":
+        given = {True: "one", False: "none"}
+        return f": {given[papers[odd].norm_fn]} on rank {odd}, {given[papers[0].norm_fn]} on rank 0"
+    if name != "snapshots":
+        return ""
+    here, first = papers[odd].snapshots, papers[0].snapshots
+    fields = [k for k in first | here if here.get(k) != first.get(k)]
+    said = [", ".join(f"{k}={p.get(k)}" for k in fields) for p in (here, first)]
+    return f": {said[0]} on rank {odd}, {said[1]} on rank 0"

@@ -52,6 +52,10 @@ class ClipListener(Protocol):
         """They are about to be scaled by min(1, max_norm / total_norm)."""
         ...
 
+    def on_clipped(self, grads: Sequence[Tensor]) -> None:
+        """The clip has done with them: whatever changes from now on is not its doing."""
+        ...
+
 
 class ClipTap:
     """The process-wide wrapper of torch's clipping, there while somebody listens."""
@@ -116,7 +120,12 @@ class ClipTap:
                     listener.on_clip(owners, grads, norms)
                     listener.on_scale(max_norm, total_norm)
                 if norms is not None and foreach is not False:
-                    return _fast_clip(grads, max_norm, total_norm)
+                    _fast_clip(grads, max_norm, total_norm)
+                else:
+                    clip(parameters, max_norm, total_norm, foreach)
+                for listener in self._listeners:
+                    listener.on_clipped(grads)
+                return None
             return clip(parameters, max_norm, total_norm, foreach)
 
         by_value = clip_grad.clip_grad_value_
@@ -128,8 +137,13 @@ class ClipTap:
             if self._listeners:
                 parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
                 owners = [p for p in parameters if p.grad is not None]
+                grads = [p.grad for p in owners]
                 for listener in self._listeners:
-                    listener.on_clip(owners, [p.grad for p in owners], None)
+                    listener.on_clip(owners, grads, None)
+                by_value(parameters, clip_value, foreach)
+                for listener in self._listeners:
+                    listener.on_clipped(grads)
+                return
             by_value(parameters, clip_value, foreach)
 
         public = torch.nn.utils

@@ -121,7 +121,7 @@ export class RunView {
     this.badges = [badge(STATES[run.state] ?? unknown(run.state)), live ? badge(PROTECTIONS[run.protection] ?? unknown(run.protection ?? "protection not known yet")) : null];
     const notes = [];
     if (live && run.protection === "off") notes.push(["bad", `Protection is off: ${offBecause(run)}`]);
-    else if (live && run.protection && run.protection !== "armed") notes.push([run.protection === "blind" ? "bad" : "", `Protection: ${PROTECTION_MEANS[run.protection] ?? run.protection}.`]);
+    else if (live && run.protection && run.protection !== "armed") notes.push([run.protection === "blind" ? "bad" : "", `Protection: ${run.protection_why || (PROTECTION_MEANS[run.protection] ?? run.protection)}.`]);
     if (run.step === null) notes.push(["", run.state === "running" ? "The trainer has registered and not reported a step yet." : "The run ended before a step was reported, or its record has not been read since the sidecar was started."]);
     if (!run.decides) notes.push(["warn", `This sidecar only records the run: ${run.reason}`]);
     if (live && ledger.stopped) notes.push(["bad", "The rollback budget is spent: training goes on, only non-finite steps and extreme norms are still skipped. A person is needed; “Resume” refills the budget."]);
@@ -477,6 +477,7 @@ function lacking({ ledger, watched }, incidents, broken) {
 
 function offBecause(run) {
   const ledger = run.ledger ?? {};
+  if (run.protection_why) return `${run.protection_why}.`;
   if (run.mode === "observe") return "the policy only observes; it records what it would have done.";
   if (ledger.automation === false) return "a person paused automation.";
   if (ledger.stopped) return "the rollback budget is spent.";

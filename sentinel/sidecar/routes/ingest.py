@@ -26,7 +26,7 @@ from sentinel.core.events import (
 from sentinel.core.state import Stats
 from sentinel.core.types import Action, Outcome
 from sentinel.sidecar.door import read_json
-from sentinel.sidecar.runs import next_step
+from sentinel.sidecar.runs import SESSION_HEADER, Claim, next_step
 from sentinel.sidecar.service import Service
 from sentinel.wire import codec
 from sentinel.wire.messages import (
@@ -51,6 +51,8 @@ class _JsonLayer(msgspec.Struct, forbid_unknown_fields=True):
 class _JsonRegister(msgspec.Struct, forbid_unknown_fields=True):
     layers: tuple[_JsonLayer | str, ...] = ()
     first_step: int | None = None
+    exclusive: bool = False
+    take_over: bool = False
 
 
 class _JsonEvent(msgspec.Struct, forbid_unknown_fields=True):
@@ -86,11 +88,13 @@ def router(service: Service) -> APIRouter:
         def of_person(body: bytes) -> tuple[int, Any]:
             asked = read_json(_JsonRegister, body or b"{}", "registration")
             layers = tuple(map(_layer, asked.layers))
-            taken = runs.register_json(run, layers, now(), asked.first_step)
+            claim = Claim(_carried(request), asked.exclusive, asked.take_over)
+            taken = runs.json.register(run, layers, now(), asked.first_step, claim)
             return 200, {
                 "run": run,
                 "policy": taken.policy.to_dict(),
                 "next_step": next_step(taken),
+                "session": None if taken.session is None else taken.session.id or None,
             }
 
         def of_trainer(message: Register) -> Message:
@@ -108,8 +112,10 @@ def router(service: Service) -> APIRouter:
                 outcome = _outcome(asked.outcome)
             events = tuple(_event(e) for e in asked.events)
             observation = codec.observation_from_json(bytes(asked.observation))
-            decision = runs.step_json(run, observation, outcome, events, now())
-            return 200, {"run": run, "decision": decision, "recorded": runs.newest_kept(run)}
+            carried = _carried(request)
+            decision = runs.json.step(run, observation, outcome, events, now(), carried)
+            kept = runs.json.newest_kept(run)
+            return 200, {"run": run, "decision": decision, "recorded": kept}
 
         def of_trainer(message: Steps) -> Message:
             return runs.steps(message, now())
@@ -131,7 +137,8 @@ def router(service: Service) -> APIRouter:
     async def close(run: str, request: Request) -> Response:
         def of_person(body: bytes) -> tuple[int, Any]:
             asked = read_json(_JsonClose, body or b"{}", "close")
-            return 200, {"run": run, "state": runs.close_json(run, asked.state, now())}
+            ended = runs.json.close(run, asked.state, now(), _carried(request))
+            return 200, {"run": run, "state": ended}
 
         def of_trainer(message: Close) -> Message:
             runs.close(message, now())
@@ -154,6 +161,11 @@ def _json_step(body: bytes) -> _JsonStep:
             f'{{"observation": {{"step": 7, ...}}, "{beside[0]}": ...}}'
         )
     return _JsonStep(observation=msgspec.Raw(body))
+
+
+def _carried(request: Request) -> str:
+    """The session that a JSON trainer was given; "" when it carries none."""
+    return request.headers.get(SESSION_HEADER, "")
 
 
 def _layer(asked: _JsonLayer | str) -> Layer:

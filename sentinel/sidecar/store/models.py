@@ -31,6 +31,7 @@ class RunRow(Base):
     Attributes:
         fence: of the present writer; outlives the sidecar, so that a replaced process stays out.
         json: a trainer without an engine: its state is recomputed from the series.
+        session: which that trainer carries, when it writes alone; "" when it does not.
     """
 
     __tablename__ = "run"
@@ -43,6 +44,7 @@ class RunRow(Base):
     policy: Mapped[bytes]
     reason: Mapped[str] = mapped_column(Text, default="")
     json: Mapped[bool] = mapped_column(default=False)
+    session: Mapped[str] = mapped_column(String(64), default="", server_default="")
     layers: Mapped[list[Any]] = mapped_column(default=list)
     info: Mapped[dict[str, Any]] = mapped_column(default=dict)
     refused: Mapped[list[Any]] = mapped_column(default=list)

@@ -183,6 +183,56 @@ def test_a_layer_that_nobody_can_see_is_named_with_the_way_out(watch: Any) -> No
     assert "F.scaled_dot_product_attention" in spot.way_out
 
 
+class Adapted(nn.Module):
+    """A frozen projection and what is trained beside it, as LoRA wraps it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.down = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
+        self.up = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base_layer(x) + self.up["default"](self.down["default"](x))
+        return out
+
+
+class Named(nn.Module):
+    """An attention whose projections are named as GPT-2 names them, or have it in their name."""
+
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self.c_attn = Adapted(nn.Linear(WIDTH, 3 * WIDTH))
+        self.attn_proj = Adapted(nn.Linear(WIDTH, WIDTH))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, D = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        out: Tensor = self.attn_proj(self.how(q, k, v).transpose(1, 2).reshape(B, T, D))
+        return out
+
+
+def test_projections_with_lora_around_them_are_no_attention_that_nobody_sees(watch: Any) -> None:
+    """Seen red: "attention logits of ...c_attn are not seen", and they were measured."""
+    model = Model(by_attribute)
+    for block in model.blocks:
+        block["attn"] = Named(by_attribute)
+    w = watch(model)
+    model(batch()).backward()
+    assert list(w.layers()) == [f"blocks.{i}.attn.c_attn.base_layer" for i in range(3)]
+    assert w.probe.blind_spots() == []
+
+
+def test_with_lora_too_an_attention_that_nobody_can_see_is_named(watch: Any) -> None:
+    model = Model(by_attribute)
+    model.blocks[1]["attn"] = Named(by_hand)
+    w = watch(model)
+    model(batch()).backward()
+    (spot,) = w.probe.blind_spots()
+    assert "blocks.1.attn" in spot.what
+
+
 def test_frozen_attention_is_named_and_not_made_up(watch: Any) -> None:
     model = Model(by_attribute)
     model.blocks[0].requires_grad_(False)

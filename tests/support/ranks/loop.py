@@ -457,19 +457,16 @@ def attach(me: Rank, world: World) -> Any:
         me.passed = []
     if setup.odd:
         logging.getLogger("sentinel_hooks").addHandler(_Saying(me))
+    odd = dict(setup.odd.get(str(me.number), {}))
+    snapshots = setup.snapshots | odd.pop("snapshots", {})
     rules = setup.rules + f'[canary]\nmode = "{"on" if setup.canary else "off"}"\n'
     return sentinel_hooks.attach(
         model=world.forward,
         optimizer=world.optimizer,
         lr_scheduler=world.schedule,
         policy=Policy.parse(rules, "ranks"),
-        snapshots=Snapshots(**setup.snapshots),
-        **{
-            "sidecar": None,
-            "run_dir": "runs",
-            **setup.options,
-            **setup.odd.get(str(me.number), {}),
-        },
+        snapshots=Snapshots(**snapshots),
+        **{"sidecar": None, "run_dir": "runs", **setup.options, **odd},
     )
 
 
@@ -601,6 +598,7 @@ def finish(me: Rank, world: World, books: Books, session: Any, ended: str) -> No
     if session is not None:
         told = session.status()
         status = {
+            "run_id": told.run_id,
             "protection": str(told.protection),
             "why": told.why,
             "errors": dict(told.internal_errors),
