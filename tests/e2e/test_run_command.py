@@ -221,6 +221,8 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())
 g, d = (nn.parallel.DistributedDataParallel(m) for m in (g, d))
+def print(what):  # in one write: both ranks have the same pipe
+    os.write(1, f"{dist.get_rank()} {what}\\n".encode())
 """
 AFTERWARDS = """
 alone = nn.Linear(4, 1)
@@ -242,7 +244,6 @@ def test_a_gan_whose_generator_steps_later_ends_as_if_attached_by_hand(
     if ranks > 1:
         text = text.replace("og, od", f"{RANKS}og, od").replace("of_d = d(f", "of_d = d.module(f")
         text = text.replace("-d(fake)", "-d.module(fake)") + AFTERWARDS
-        text = text.replace("print(", "print(dist.get_rank(), ")
     script.write_text(text)
     by_hand = "import sentinel\ns = sentinel.attach(model=[d, g], optimizer=[od, og], sidecar=None)"
     changed.write_text(text.replace("# attach", by_hand))
