@@ -197,6 +197,26 @@ def test_incidents_are_kept_with_their_steps(start: Callable[..., Service]) -> N
     ]
 
 
+def test_what_a_trainer_that_begins_from_nothing_does_not_know_of_is_over(
+    start: Callable[..., Service],
+) -> None:
+    def rows() -> list[tuple[int, str]]:
+        found = service.store.database.sync(lambda s: list(s.scalars(select(IncidentRow))))
+        return [(row.opened, row.state) for row in found]
+
+    service = start()
+    first = Reporter(service, trainer())
+    first.register()
+    first.steps(93)  # one is open
+    opened = [i.opened for i in first.trainer.state.ledger.incidents]
+    assert [state for _, state in rows() if state != "resolved"]
+    first.close()
+    second = Reporter(service, trainer(seed=4, faults=()), incarnation="j")
+    second.register()
+    second.steps(3)
+    assert rows() == [(step, "resolved") for step in opened]
+
+
 def test_the_record_of_a_deciding_sidecar_replays_to_the_same_decisions(
     start: Callable[..., Service], small_segments: None
 ) -> None:
