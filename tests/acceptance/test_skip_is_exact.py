@@ -291,7 +291,7 @@ def test_an_overflow_that_the_scaler_drops_by_itself_is_noted_once_and_changes_n
     assert job.everything() == alone.everything()
     counters = session.state.ledger.counters
     assert counters.steps == STEPS
-    assert dict(counters.nonfinite) == {"grad": 1}
+    assert dict(counters.nonfinite) == {"scaler": 1}
     assert sum(skipped(session).values()) <= 1
     (step, (_, rule, reason)), *more = actions(session).items()
     assert (step, rule, more) == (at, "nonfinite_grad", [])

@@ -178,6 +178,26 @@ def test_a_model_after_the_other_is_attached_at_its_first_step(said: Say, tmp_pa
     assert len([p for p in (tmp_path / "runs").iterdir() if p.is_dir()]) == 2
 
 
+def test_a_scaler_that_goes_on_with_the_next_model_does_not_hold_the_one_before(said: Say) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def fit() -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        for _ in range(5):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(3, 4)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert watching().optimizers == (optimizer,)
+
+    fit()
+    fit()
+    text = said()
+    assert text.count("attached") == 2
+    assert "NOT WATCHED" not in text
+
+
 def test_a_phase_whose_forerunner_the_script_still_holds_is_named_and_then_attached(
     said: Say,
 ) -> None:

@@ -20,6 +20,7 @@ Purity:  hooks run with grad enabled: everything of ours here runs under no_grad
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -255,14 +256,21 @@ class _OnceRun:
 
 
 class ScalerTap:
-    """Wraps `scaler.update`, where every step of a scaled loop arrives, overflow or not."""
+    """Wraps `scaler.update`, where every step of a scaled loop arrives, overflow or not.
+
+    A scaler may outlive the model that it scaled, and go on with the next: it holds neither the
+    session, whose method before_update is, nor its guard.
+    """
 
     def __init__(self, scaler: Any, before_update: Callable[[], None], guard: Guard) -> None:
         update = scaler.update
+        method, holder = weakref.WeakMethod(before_update), weakref.ref(guard)
 
         def watched_update(*args: Any, **kwargs: Any) -> Any:
-            with torch.no_grad():
-                guard.run("scaler", before_update)
+            body, guarded = method(), holder()
+            if body is not None and guarded is not None:
+                with torch.no_grad():
+                    guarded.run("scaler", body)
             return update(*args, **kwargs)
 
         self._patch = Patch(scaler, "update", Stand(scaler, "update", watched_update))
