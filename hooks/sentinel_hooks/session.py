@@ -66,6 +66,7 @@ from sentinel_hooks.ranks.council import Council
 from sentinel_hooks.scaling import kernel_will_drop, scaler_dropped
 from sentinel_hooks.seams.gate import StepPlan
 from sentinel_hooks.seams.hooks import Hooks
+from sentinel_hooks.seams.step_tap import has_no_rate
 from sentinel_hooks.selfcheck import SelfCheck
 from sentinel_hooks.status import Status
 from sentinel_hooks.target import Target
@@ -308,8 +309,8 @@ class Session:
         observer, me = self._observer, self._index[id(optimizer)]
         bit = 1 << me
         observer.probe.refresh()
-        if not (observer.accumulating or observer.fresh or closure) and _has_no_rate(optimizer):
-            return None  # torch.distributed.checkpoint makes optimizer state by a step with lr 0
+        if not (observer.accumulating or observer.fresh or closure) and has_no_rate(optimizer):
+            return None
         first = self._turns.gate(me)
         if first:
             self._plan = _PROCEED
@@ -828,7 +829,3 @@ def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 def _ddp_in(target: Target) -> list[Any]:
     ddp = nn.parallel.DistributedDataParallel
     return [m for model in target.models for m in model.modules() if isinstance(m, ddp)]
-
-
-def _has_no_rate(optimizer: torch.optim.Optimizer) -> bool:
-    return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)

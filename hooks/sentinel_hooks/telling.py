@@ -21,8 +21,8 @@ FLAGS = 3  # lines of one step
 # What the runbook says first, of flags whose finding is a number alone.
 _ADVICE = {
     "norm_band": (
-        "above 50 look at initialisation, residual scale and a loss that is a sum; below 1 with a "
-        "falling loss nothing is to be done"
+        "above 50 look at initialisation, residual scale and a loss that is a sum; 10 to 50 is "
+        "usual in the first hundred steps"
     ),
     "level_shift": "see whether the data, the batch size or the rate changed at that step",
 }

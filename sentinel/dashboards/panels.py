@@ -268,7 +268,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 id=12,
                 title="Gradient norm",
                 kind="timeseries",
-                description=f"Before clipping. Healthy is {BAND.low:g} to {BAND.high:g}; above "
+                description=f"Before clipping. Healthy is 1 to {BAND.high:g}, or below; above "
                 f"{BAND.alarm:g} a scale in the architecture is wrong. Above {FACTOR:g} times the "
                 "baseline the step is skipped. No baseline: the rule is not armed yet.",
                 queries=(

@@ -22,6 +22,7 @@ import torch
 
 from sentinel_hooks.guard import Guard
 from sentinel_hooks.parts.turns import Turns
+from sentinel_hooks.seams.step_tap import has_no_rate
 
 FORGOTTEN = 64
 KINDS = 64  # that are remembered: an inner loop may make one of another size every time
@@ -76,8 +77,8 @@ class Strangers:
             return
         name = self._names.get(optimizer)
         if name is None:
-            if all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups):
-                return  # torch.distributed.checkpoint makes optimizer state by a step with lr 0
+            if has_no_rate(optimizer):
+                return
             name = self._names[optimizer] = self._name(optimizer)
         if not name:
             return

@@ -87,3 +87,8 @@ def _steps_are_running() -> bool:
 
 
 STEP_TAP = StepTap()
+
+
+def has_no_rate(optimizer: torch.optim.Optimizer) -> bool:
+    """All learning rates are 0: torch.distributed.checkpoint steps so to make optimizer state."""
+    return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)

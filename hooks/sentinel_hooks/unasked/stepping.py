@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sentinel_hooks.seams.step_tap import STEP_TAP
+from sentinel_hooks.seams.step_tap import STEP_TAP, has_no_rate
 from sentinel_hooks.unasked.finding import Found, find, parameters_of
 from sentinel_hooks.unasked.judging import OVER, Seen, Verdict, judge
 
@@ -99,7 +99,7 @@ class Follower:
         """One that is not known is about to step."""
         from sentinel_hooks.session import is_attached
 
-        if _is_made_up(optimizer):
+        if has_no_rate(optimizer):
             return
         if is_attached(optimizer):
             self._left_alone = True
@@ -299,11 +299,6 @@ def on_step(optimizer: torch.optim.Optimizer) -> None:
         _FOLLOWER.failed(f"{type(error).__name__}: {error}")
         logger.debug("attaching failed", exc_info=error)
     STEP_TAP.on_step(optimizer)
-
-
-def _is_made_up(optimizer: torch.optim.Optimizer) -> bool:
-    """No step of a training: torch.distributed.checkpoint steps with lr 0 to make state."""
-    return all(float(group.get("lr", 1.0)) == 0.0 for group in optimizer.param_groups)
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:

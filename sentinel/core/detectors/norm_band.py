@@ -2,8 +2,9 @@
 
     judge(norm, config) -> BandReading(severity, band)
 
-Outside 1 to 10 is worth knowing, above 50 something structural is usually wrong (init variance,
-a missing normalisation). Flags with advice: many healthy runs live below 1 for good.
+Above 10 is worth knowing, above 50 something structural is usually wrong (init variance, a missing
+normalisation). Below 1 is where most healthy runs end, small models and means of means above all:
+it is said only to those who ask for it (`low`).
 
 Units:   norm as measured, before clipping.
 Purity:  no state at all; how long it must last is the rule's business.
@@ -33,9 +34,15 @@ class Band(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormBandConfig:
-    """The healthy band, and the value above which the architecture is suspected."""
+    """The healthy band, and the value above which the architecture is suspected.
 
-    low: float = 1.0
+    Attributes:
+        low: a norm below it is flagged; 0 for none. Practitioners name 1.
+        high: a norm above it is flagged.
+        alarm: above it the flag is a warning.
+    """
+
+    low: float = 0.0
     high: float = 10.0
     alarm: float = 50.0
 

@@ -23,7 +23,7 @@ const FLAGS = {
   },
   norm_band: {
     means: "1 to 10 is usual for the gradient norm of a healthy run; above 50 a scale in the architecture is set wrong.",
-    steps: ["Below 1 with a loss that falls: nothing.", "Above 50: look at the residual scale and the initialisation, and at the layer with the largest norm in the map."],
+    steps: ["10 to 50 is usual in the first hundred steps: is it falling?", "Above 50: look at the residual scale and the initialisation, and at the layer with the largest norm in the map."],
   },
   layer_band: {
     means: "The named layer left the range in which it had been, before any other. Where it began is where to look first.",

@@ -90,8 +90,13 @@ def test_layers_out_of_line_come_worst_first(
 def test_the_norm_is_placed_in_its_band(
     norm: float | None, band: Band, severity: Severity | None
 ) -> None:
-    reading = norm_band.judge(norm, NormBandConfig())
+    reading = norm_band.judge(norm, NormBandConfig(low=1.0))
     assert (reading.band, reading.severity) == (band, severity)
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-9, 0.3, 1.0, 9.9])
+def test_no_norm_is_too_small_unless_somebody_asks(norm: float) -> None:
+    assert norm_band.judge(norm, NormBandConfig()).severity is None
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
