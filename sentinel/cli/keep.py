@@ -22,7 +22,7 @@ from sentinel.dashboards.grafana import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, URL
 from sentinel.dashboards.reconcile import Port, Reconciler
 
 if TYPE_CHECKING:
-    from sentinel.sidecar.marks import Grafana
+    from sentinel.sidecar.grafana import Grafana
 
 EVERY_MIN = 10.0
 
@@ -76,7 +76,7 @@ def grafana_from(options: argparse.Namespace) -> Grafana | None:
         GrafanaError: grafana-api is not installed.
         PushError: the dashboards are not there.
     """
-    from sentinel.sidecar.marks import Grafana
+    from sentinel.sidecar.grafana import Grafana
 
     every = options.grafana_every
     if not (math.isfinite(every) and (every == 0.0 or every >= 0.1)):

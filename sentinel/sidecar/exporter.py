@@ -31,7 +31,7 @@ from sentinel.core.catalog import CATALOG, RUN_STATES, Kind, MetricSpec
 from sentinel.core.exposition import SIGNALS, Sample, labels, number, one, table
 from sentinel.core.types import NOT_MEASURED, Column, IncidentState
 from sentinel.sidecar.exemplars import FIELDS
-from sentinel.sidecar.marks import Keeper, Writer
+from sentinel.sidecar.grafana import Keeper, Writer
 from sentinel.sidecar.runs import Histogram, Run
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.verify import Result

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sentinel.core.errors import ConfigError
 from sentinel.core.policy import Policy
+from sentinel.sidecar.grafana import Grafana
 from sentinel.sidecar.security import Role
-
-if TYPE_CHECKING:
-    from sentinel.sidecar.marks import Grafana
 
 MIN_RUN_BYTES = 16 * 2**20  # less would drop segments as soon as they are closed
 
@@ -35,7 +32,7 @@ class Settings:
         max_store_bytes: what all series may take; runs that are over make room, oldest first.
         retention_days: series and rows of runs that ended longer ago are deleted.
         audit_days: lines of the audit log that are older are deleted.
-        grafana: who tells Grafana of what was done, and keeps the dashboards there; see marks.py.
+        grafana: who tells Grafana of what was done, and keeps the dashboards there; see grafana.py.
         watch: folders of embedded runs (a trainer's run_dir) that are shown too, read-only.
         run_dirs: folders in which the trainers that report here keep their runs.
         verify_every_s: how often each snapshot on disk below all those is read again; 0: never.

@@ -18,8 +18,8 @@ from sentinel.core.errors import ConfigError
 from sentinel.dashboards.annotate import AnnotationWriter
 from sentinel.dashboards.grafana import GrafanaPort, Target
 from sentinel.sidecar import exporter
+from sentinel.sidecar.grafana import Grafana
 from sentinel.sidecar.jobs import DAY_S, Jobs
-from sentinel.sidecar.marks import Grafana
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
 from sentinel.sidecar.store.models import DecisionRow, MarkRow
