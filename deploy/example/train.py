@@ -3,13 +3,12 @@
     python train.py [STEPS]
 
 Nothing here names a sidecar: `attach` finds the socket that it shares with the trainer's pod, and
-decides alone while there is none. The run's id comes from $SENTINEL_RUN_ID, so that a pod that is
-started again goes on with the same ledger.
+decides alone while there is none. The run's id comes from $SENTINEL_RUN_ID and its folder
+from $SENTINEL_RUN_DIR, so that a pod that is started again goes on with the same ledger.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 
 import torch
@@ -26,9 +25,8 @@ def main(steps: int) -> float:
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     truth = torch.randn(16, 1)
-    run_dir = os.environ.get("SENTINEL_RUN_DIR", "sentinel-runs")
     loss = torch.zeros(())
-    with sentinel.attach(model=model, optimizer=optimizer, run_dir=run_dir) as session:
+    with sentinel.attach(model=model, optimizer=optimizer) as session:
         for step in range(steps):
             x = torch.randn(256, 16)
             y = x @ truth + 0.3 * torch.randn(256, 1)

@@ -32,6 +32,8 @@ from sentinel.core.policy import Policy
 from sentinel.core.types import Mode
 from sentinel.traces import ledger
 from sentinel.traces import snapshots as stored
+from sentinel.traces.places import RUN_DIR_VARIABLE
+from sentinel.traces.places import run_dir as default_run_dir
 from sentinel.wire import codec, messages
 from sentinel_hooks import adapters, late, outlets, waiting
 from sentinel_hooks.adapters import plain
@@ -72,7 +74,7 @@ def attach(
     sidecar: str | None = "auto",
     decide: str | None = None,
     run_id: str | None = None,
-    run_dir: str | Path = "sentinel-runs",
+    run_dir: str | Path | None = None,
     record: bool = True,
     signals: Signals | None = None,
     snapshots: Snapshots | None = None,
@@ -101,7 +103,8 @@ def attach(
         decide: "sidecar" (wait for it, up to the deadline) or "trainer" (never wait).
         run_id: default $SENTINEL_RUN_ID, else the launcher's, else a new one. A run that is there
             already is continued: budgets, cooldowns, LR cut and incidents are as they were left.
-        run_dir: the trace is written to run_dir/run_id.
+        run_dir: the trace is written to run_dir/run_id; default $SENTINEL_RUN_DIR, else
+            "sentinel-runs".
         record: write the trace.
         extra_state: objects with state_dict() and load_state_dict() that a rollback puts back.
         batch_id: called once a step; names the batch in reports.
@@ -601,10 +604,15 @@ def _check_function(name: str, value: Any) -> None:
         pass  # written in C, without a signature
 
 
-def _directory(run_dir: Any) -> Path:
+def _directory(given: Any) -> Path:
+    """The argument, else the environment's, else a folder in the current one."""
+    source, run_dir = "run_dir", given
+    if run_dir is None:
+        source = f"${RUN_DIR_VARIABLE}"
+        run_dir = default_run_dir()
     if not isinstance(run_dir, str | os.PathLike) or not str(run_dir) or "\0" in str(run_dir):
         raise AttachError(
-            f"run_dir must be the path of a folder, got {run_dir!r}; for the current one give "
+            f"{source} must be the path of a folder, got {run_dir!r}; for the current one give "
             "'.', to write no trace record=False"
         )
     try:

@@ -20,6 +20,7 @@ from sentinel.core.errors import ConfigError, SentinelError
 from sentinel.core.policy import Policy
 from sentinel.core.state import ENGINE_VERSION
 from sentinel.core.types import Decision
+from sentinel.traces.places import run_dir
 from sentinel.traces.replay import ReplayReport, replay
 from sentinel.wire import codec
 
@@ -41,7 +42,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "directory", metavar="RUN", help="a run's directory, or its id under --run-dir"
     )
     parser.add_argument("--policy", help="a shipped policy's name or a TOML file")
-    parser.add_argument("--run-dir", default="sentinel-runs", help="where runs lie (%(default)s)")
+    parser.add_argument("--run-dir", default=run_dir(), help="where runs lie (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--limit", type=int, default=SHOWN, help="differences to list (%(default)s)"

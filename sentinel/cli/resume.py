@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from sentinel.cli.failing import NothingError, find_run
 from sentinel.core.errors import TraceError
 from sentinel.traces import ledger
+from sentinel.traces.places import run_dir
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -33,7 +34,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "directory", metavar="RUN", help="a run's directory, or its id under --run-dir"
     )
-    parser.add_argument("--run-dir", default="sentinel-runs", help="where runs lie (%(default)s)")
+    parser.add_argument("--run-dir", default=run_dir(), help="where runs lie (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--show", action="store_true", help="say why, clear nothing")
     parser.set_defaults(run=run)

@@ -16,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from sentinel.cli.failing import find_run
+from sentinel.traces.places import run_dir
 from sentinel.traces.snapshots import DIRECTORY, DiskSnapshot, Health, list_snapshots
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "directory", metavar="RUN", help="a run's directory, or its id under --run-dir"
     )
     parser.add_argument("--verify", action="store_true", help="read all files, compare checksums")
-    parser.add_argument("--run-dir", default="sentinel-runs", help="where runs lie (%(default)s)")
+    parser.add_argument("--run-dir", default=run_dir(), help="where runs lie (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

@@ -14,6 +14,7 @@ import yaml
 from jsonschema import Draft7Validator
 
 from sentinel.cli.main import build_parser
+from sentinel.traces.places import RUN_DIR_VARIABLE
 from tests.support import ROOT, require
 from tests.support.schemas import schemas_folder
 
@@ -192,7 +193,7 @@ def test_a_pod_that_is_started_again_is_the_same_run_and_a_halt_is_no_crash() ->
     volumes = {v["name"]: v for v in pod()["volumes"]}
     assert "persistentVolumeClaim" in volumes["runs"]
     mounts = {m["name"]: m["mountPath"] for m in trainer()["volumeMounts"]}
-    assert env["SENTINEL_RUN_DIR"]["value"].startswith(mounts["runs"] + "/")
+    assert env[RUN_DIR_VARIABLE]["value"].startswith(mounts["runs"] + "/")
     fail, _ = one("Job")["spec"]["podFailurePolicy"]["rules"]
     assert fail["action"] == "FailJob"
     assert fail["onExitCodes"]["values"] == [HALT_EXIT_CODE]

@@ -19,10 +19,12 @@ import pytest
 import torch
 from torch import nn
 
+import sentinel
 import sentinel_hooks
 from sentinel.cli.main import main
 from sentinel.core.policy import Policy
 from sentinel.core.types import Protection
+from sentinel.traces.places import RUN_DIR_VARIABLE
 from sentinel.traces.replay import replay
 from sentinel_hooks import AttachError, Session, Snapshots, TrainingHalted
 from tests.hooks.worlds import Net
@@ -286,6 +288,31 @@ def test_the_environment_and_the_launcher_name_the_run(
     assert (two.session.state.step == 3) is continues
     assert (two.session.run_id == value) is continues
     two.session.detach()
+
+
+def test_the_environment_says_where_runs_lie_unless_the_call_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: the Kubernetes Job said so to nobody, and runs lay off its volume."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(2, 1)
+
+    def folder(**given: Any) -> Path:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sentinel.attach(
+            model=model, optimizer=optimizer, sidecar=None, run_id="r1", **given
+        ) as session:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            del session
+        (found,) = tmp_path.glob("*/r1")
+        shutil.rmtree(found.parent)
+        return found.parent
+
+    assert folder() == tmp_path / "sentinel-runs"
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path / "volume"))
+    assert folder() == tmp_path / "volume"
+    assert folder(run_dir="mine") == tmp_path / "mine"
 
 
 @pytest.mark.parametrize("variable", ["SENTINEL_RUN_ID", "TORCHELASTIC_RUN_ID"])
