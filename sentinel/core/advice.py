@@ -57,6 +57,7 @@ from sentinel.core.detectors.norm_trend import TrendState
 from sentinel.core.detectors.stale_grads import StaleState
 from sentinel.core.detectors.throughput import PaceState
 from sentinel.core.policy import Policy
+from sentinel.core.quick import quick
 from sentinel.core.types import (
     LAYER_ACTIVATION_RMS,
     LAYER_ACTIVATION_SPREAD,
@@ -98,6 +99,7 @@ class Slow:
     pace: PaceState = PaceState()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Layers:
     """What is known of the layers.
@@ -118,6 +120,7 @@ class Layers:
     out_at: int = -1
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class AdviceState:
     """`rows` are the scalars since the last look."""

@@ -27,6 +27,7 @@ from sentinel.core.detectors import (
 from sentinel.core.detectors.level_shift import ShiftReading, ShiftState
 from sentinel.core.detectors.spike import SpikeReading, SpikeState
 from sentinel.core.policy import Policy
+from sentinel.core.quick import quick
 from sentinel.core.state import Stats
 from sentinel.core.types import (
     LAYER_ATTENTION_MAX_LOGIT,
@@ -41,6 +42,7 @@ from sentinel.core.types import (
 REGIME_STEPS = 8
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Judged:
     """What the detectors say of one step, and their states after it."""

@@ -32,6 +32,7 @@ from sentinel.core.advice import Advised
 from sentinel.core.incidents import INSTABILITY, LEVEL_SHIFT, find
 from sentinel.core.judge import Judged, judge_loss
 from sentinel.core.policy import CanaryMode, Policy, RuleConfig, Rules
+from sentinel.core.quick import quick
 from sentinel.core.state import Ledger, RuleMemory, State
 from sentinel.core.types import (
     Action,
@@ -53,6 +54,7 @@ NONFINITE = frozenset({"nonfinite_params", "nonfinite_loss", "nonfinite_grad"})
 COMMAND = "command"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to do with this step, and what it means for the ledger.

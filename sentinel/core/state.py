@@ -20,6 +20,7 @@ from sentinel.core.advice import AdviceState
 from sentinel.core.detectors.grad_norm import NormState
 from sentinel.core.detectors.level_shift import ShiftState
 from sentinel.core.detectors.spike import SpikeState
+from sentinel.core.quick import quick
 from sentinel.core.types import IncidentState, Severity, Verdict
 
 # Part of the protocol: a sidecar may decide only for a trainer with the same engine version.
@@ -27,6 +28,7 @@ from sentinel.core.types import IncidentState, Severity, Verdict
 ENGINE_VERSION = 5
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Stats:
     """What the detectors learned; rolls back with the weights."""
@@ -39,6 +41,7 @@ class Stats:
     advice: AdviceState = AdviceState()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """One restorable state, as the engine knows it.
@@ -111,6 +114,7 @@ class LrCut:
     rewarm_total: int = 0
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Counters:
     """Totals since the start of the run; exported as Prometheus counters."""
@@ -125,6 +129,7 @@ class Counters:
     lost_steps: int = 0  # applied steps undone by rollbacks, plus skipped steps
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Ledger:
     """What was done; never rewound.
@@ -183,6 +188,7 @@ class Ledger:
     counters: Counters = Counters()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class State:
     """Everything the engine knows; `step` is the next step to decide."""

@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sentinel.core.quick import quick
+
 Column = npt.NDArray[np.float32]
 NO_COLUMNS: Mapping[str, Column] = MappingProxyType({})
 NO_SCALARS: Mapping[str, float] = MappingProxyType({})
@@ -144,6 +146,7 @@ class CanaryAnswer:
     now: float
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Observation:
     """Everything measured at one step; immutable.
@@ -179,6 +182,7 @@ class Observation:
     scalars: Mapping[str, float] = field(default_factory=lambda: NO_SCALARS, compare=False)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Reading:
     """One detector's view of one step.
@@ -212,6 +216,7 @@ class Finding:
     layers: tuple[int, ...] = ()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Readings:
     """The numbers behind a decision, for metrics, traces and reports.
@@ -237,6 +242,7 @@ class Readings:
     protection: Protection
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Decision:
     """The engine's answer for one step: exactly one action, any findings, the reasons.
@@ -277,6 +283,7 @@ class Source(StrEnum):
     SIDECAR = "sidecar"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What the trainer did with the decision.

@@ -21,7 +21,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
@@ -53,6 +53,22 @@ class TooManyError(RefusedError):
     def __init__(self, detail: str, wait_s: float) -> None:
         super().__init__("too_many", f"{detail}; try again in {max(wait_s, 0.1):.1f} s", 429)
         self.wait_s = wait_s
+
+
+class Envelope(NamedTuple):
+    """What is said of a trainer's message outside its body; `local`: by the Unix socket."""
+
+    path: str
+    seal: str
+    local: bool
+
+
+class Answer(NamedTuple):
+    """What a trainer is answered, and the seal it goes under."""
+
+    status: int
+    data: bytes
+    seal: str
 
 
 class Door:
@@ -138,16 +154,48 @@ class Door:
         self, request: Request, kind: type[M], run: str, serve: Callable[[M], Message]
     ) -> Response:
         """One trainer's message, checked, served and answered under its seal."""
+        came: bytes | RefusedError
+        try:
+            came = await self.body(request, self.most_bytes(kind))
+        except RefusedError as error:
+            came = error
+        envelope = Envelope(
+            request.scope["raw_path"].decode("ascii").partition("?")[0],
+            request.headers.get(messages.SEAL_HEADER, ""),
+            self.local(request),
+        )
+        answer = self.answered(envelope, came, kind, run, serve)
+        return Response(
+            answer.data,
+            status_code=answer.status,
+            media_type=messages.CONTENT_TYPE,
+            headers={messages.SEAL_HEADER: answer.seal},
+        )
+
+    def most_bytes(self, kind: type[Message]) -> int:
+        """How large a trainer's message of that kind may be."""
+        most = self._settings.max_body_bytes
+        return min(most, MOST_REPORT_BYTES) if kind is Steps else most
+
+    def answered(
+        self,
+        envelope: Envelope,
+        body: bytes | RefusedError,
+        kind: type[M],
+        run: str,
+        serve: Callable[[M], Message],
+    ) -> Answer:
+        """The same once the body is there, or why it is not."""
         configured = self.access.configured
         keys = self.access.seal_keys
-        if configured and self.local(request):
+        if configured and envelope.local:
             keys = (*keys, "")
-        path = request.scope["raw_path"].decode("ascii").partition("?")[0]
-        given = request.headers.get(messages.SEAL_HEADER, "")
+        path, given = envelope.path, envelope.seal
         key, status = keys[0] if keys else "", 200
         answer: Message
         try:
-            body = await self.body(request, MOST_REPORT_BYTES if kind is Steps else 0)
+            if isinstance(body, RefusedError):
+                raise body
             genuine = [k for k in keys if messages.sealed(k, path, body, given)]
             if not genuine:
                 raise RefusedError(
@@ -169,12 +217,7 @@ class Door:
             logger.exception("request failed run=%s", run)
             status, answer = 500, Refused(run=run, code="internal", detail=type(error).__name__)
         data = messages.encode_message(answer)
-        return Response(
-            data,
-            status_code=status,
-            media_type=messages.CONTENT_TYPE,
-            headers={messages.SEAL_HEADER: messages.seal(key, path, data, given)},
-        )
+        return Answer(status, data, messages.seal(key, path, data, given))
 
     async def for_people(
         self,

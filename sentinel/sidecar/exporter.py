@@ -227,13 +227,15 @@ def _layer_lines(name: str, column: str, run: Run, layers: Layers) -> str:
         each = [f"{name}{labels(('run', 'layer'), (run.name, one))} " for one in table]
         pattern = "".join([line.replace("%", "%%") + "%.7g\n" for line in each])
         run.lines[key] = pattern
-    if bool(np.isfinite(picked).all()):
-        return pattern % tuple(picked.tolist())
+    found = picked.tolist()
+    # By their places, where a nan is both extremes: isfinite().all() takes four times as long.
+    if found and -math.inf < found[picked.argmin()] and found[picked.argmax()] < math.inf:
+        return pattern % tuple(found)
     lines = pattern.split("\n")
     return "".join(
         [
             line.removesuffix("%.7g").replace("%%", "%") + _short(value) + "\n"
-            for line, value in zip(lines, picked.tolist(), strict=False)
+            for line, value in zip(lines, found, strict=False)
             if value != NOT_MEASURED
         ]
     )

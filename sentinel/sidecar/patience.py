@@ -60,8 +60,7 @@ class Impatient(_Server):  # type: ignore[misc]
             data = data[room:]
 
     def _take(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._busy():
+        if self._feed(data) or self._busy():
             if self._waiting is not None:
                 self._waiting.cancel()
                 self._waiting = None
@@ -76,6 +75,11 @@ class Impatient(_Server):  # type: ignore[misc]
             )
         elif self._waiting is None:
             self._expect()
+
+    def _feed(self, data: bytes) -> bool:
+        """Let the server read these bytes; whether a request that ends in them is answered."""
+        super().data_received(data)
+        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone."""

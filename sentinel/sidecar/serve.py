@@ -29,8 +29,7 @@ import uvicorn
 
 from sentinel.core.errors import ConfigError
 from sentinel.sidecar.app import create_app
-from sentinel.sidecar.direct import Direct
-from sentinel.sidecar.patience import Impatient
+from sentinel.sidecar.direct import Direct, Prompt
 from sentinel.sidecar.service import Service
 from sentinel.sidecar.settings import Settings
 
@@ -149,7 +148,7 @@ def serve(
         app = create_app(settings, clock=time.time, timer=time.perf_counter)  # noqa: TID251 (the shell)
         config = uvicorn.Config(
             Direct(app, app.state.service),
-            http=Impatient,
+            http=Prompt,
             log_config=None,
             access_log=False,
             proxy_headers=False,  # a forwarded header must not decide who is local

@@ -106,9 +106,11 @@ def check_column_bytes(columns: Mapping[str, bytes]) -> None:
             f"observation.columns may be {MOST_COLUMNS} columns, got {len(columns)}"
         )
     norms = b"".join([data for name, data in columns.items() if name in NORMS])
-    values = np.frombuffer(norms, dtype="<f4")
-    low = values < 0.0
-    if low.any() and bool((values[low] != NOT_MEASURED).any()):
+    signs = np.frombuffer(norms, "<i4")  # a float below 0 is an integer below 0, bit by bit
+    if not norms or signs.item(signs.argmin()) >= 0:
+        return  # the usual column; argmin takes a fifth of what any() and min() do
+    values = signs.view("<f4")
+    if bool(((values < 0.0) & (values != NOT_MEASURED)).any()):
         check_columns({name: np.frombuffer(data, "<f4") for name, data in columns.items()})
 
 

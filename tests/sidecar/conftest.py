@@ -1,14 +1,17 @@
-"""What several tests of the sidecar start from: an empty database, and short segments."""
+"""What several tests of the sidecar start from: an empty database, short segments, a server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from sqlalchemy import create_engine, text
 
+from sentinel.sidecar.settings import Settings
 from sentinel.sidecar.store import record as records
+from tests.support.listening import Served, Start
 from tests.support.postgres import postgres
 
 
@@ -41,3 +44,16 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         "__init__",
         lambda self, *a, **k: real(self, *a, **(k | {"segment_bytes": 5_000})),
     )
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a sidecar on a port of its own; its settings may be given."""
+    with ExitStack() as stack:
+
+        def starting(**settings: object) -> Served:
+            found = Served(Settings(**settings))  # type: ignore[arg-type]
+            stack.callback(found.close)
+            return found
+
+        yield starting

@@ -32,7 +32,7 @@ class AttentionLogitConfig:
 
 def judge(column: Column, config: AttentionLogitConfig) -> tuple[int, ...]:
     """Indices of the layers above the threshold, nan first, then the largest."""
-    if column.size == 0 or column.max() <= config.threshold:  # a nan makes the maximum nan
+    if column.size == 0 or column.item(column.argmax()) <= config.threshold:  # a nan is found first
         return ()
     above = np.flatnonzero(~(column <= config.threshold))
     worst = np.where(np.isnan(column[above]), np.inf, column[above])

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from sentinel.core import bounds
 from sentinel.core.errors import ConfigError
+from sentinel.core.quick import quick
 from sentinel.core.types import Reading, Status
 from sentinel.core.windows import LARGEST, last_below, median
 
@@ -53,6 +54,7 @@ class NormConfig:
             )
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class NormState:
     """What the detector remembers.

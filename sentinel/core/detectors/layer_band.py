@@ -22,18 +22,20 @@ Errors:  BandConfig raises ConfigError. A column of another length starts anew.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from sentinel.core import bounds
+from sentinel.core.quick import quick
 from sentinel.core.types import Column
 
-RATE = 1 / 8  # of the running means
+RATE = np.float32(1 / 8)  # of the running means
 EVERY = 16  # steps from one lesson to the next, once warm
 TOLD = 8  # layers that an episode remembers
-_SCALE = 1024.0  # what would move a mean by less than 1/2048 is lost
+_SCALE = np.float32(1024.0)  # what would move a mean by less than 1/2048 is lost
+_UNIT = np.float32(1 / 1024)
+_LEAST, _MOST = np.float32(-(2**15) + 1), np.float32(2**15 - 1)
 _UNKNOWN = -(2**15)
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -60,8 +62,15 @@ class BandConfig:
         )
 
 
+class _Remembering:
+    """A place beside the fields for (config, limits): a cache, never encoded or compared."""
+
+    __slots__ = ("limits",)
+
+
+@quick
 @dataclass(frozen=True, slots=True)
-class BandState:
+class BandState(_Remembering):
     """What the bands are.
 
     Attributes:
@@ -106,7 +115,7 @@ def observe(
     armed = state.seen >= config.warmup
     out: npt.NDArray[np.bool_] | None = None
     if armed:
-        limit = _limits(state.mean, state.distance, config.width, config.factor)
+        limit = _limits(state, config)
         inside = column <= limit  # what was not measured lies below; nan does not
         if np.count_nonzero(inside) < len(inside):  # a fifth of what all() takes
             out = ~inside
@@ -114,15 +123,12 @@ def observe(
         if state.out_for:
             state = replace(state, first=(), out_for=0)
         return state, _INSIDE
+    if out is None and (following := _usual_lesson(state, column, step)) is not None:
+        return following, _INSIDE
 
     y, usual = _logs(column)
     mean, distance = _unpacked(state.mean), _unpacked(state.distance)
     known = np.isfinite(mean)
-    if out is None and usual.all() and known.all():  # nearly always: the same, without the masks
-        away = y - mean
-        distance = distance + RATE * (np.abs(away) - distance)
-        following = BandState(state.seen + 1, _packed(mean + RATE * away), _packed(distance), step)
-        return following, _INSIDE
     away = np.where(usual & known, y - mean, np.float32(0.0))
     adopted = out is not None and state.out_for >= config.patience
     if adopted:
@@ -152,6 +158,29 @@ def observe(
     return following, BandReading(worst, first) if worst else _INSIDE
 
 
+def _usual_lesson(state: BandState, column: Column, step: int) -> BandState | None:
+    """What nearly every lesson is: all layers measured, usual and known, and none out; else None.
+
+    The same numbers to the last bit as in observe(), in a third of the calls.
+    """
+    if not column.size:
+        return None
+    least, most = column.item(column.argmin()), column.item(column.argmax())  # a nan is both
+    if not (least > 0.0 and most < np.inf):
+        return None
+    whole: Int16 = np.frombuffer(state.mean + state.distance, "<i2")
+    if whole.item(whole.argmin()) == _UNKNOWN:
+        return None
+    now = (whole.astype(np.float32) * _UNIT).reshape(2, -1)  # means, distances
+    seen = np.empty_like(now)
+    away = np.log(column, out=seen[0]) - now[0]
+    np.abs(away, out=seen[1])
+    following = now + RATE * (seen - now)
+    data = _whole(following).tobytes()
+    half = len(data) // 2
+    return BandState(state.seen + 1, data[:half], data[half:], step)
+
+
 def _logs(column: Column) -> tuple[Float32, npt.NDArray[np.bool_]]:
     """(ln, where it is a number)."""
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -159,26 +188,39 @@ def _logs(column: Column) -> tuple[Float32, npt.NDArray[np.bool_]]:
     return y, np.isfinite(y)
 
 
-@lru_cache(maxsize=32)  # bytes keep their own hash: on calm steps this is a look-up
-def _limits(mean: bytes, distance: bytes, width: float, factor: float) -> Float32:
-    """What a layer may reach; the largest finite number where no band is known."""
-    band = np.maximum(width * _unpacked(distance), np.float32(np.log(factor)))
-    exponent = np.minimum(_unpacked(mean) + band, np.float32(88.0))
+def _limits(state: BandState, config: BandConfig) -> Float32:
+    """What a layer may reach; the largest finite number where no band is known.
+
+    Found once a lesson, not at every step: the state is the same one until the next.
+    """
+    found: tuple[BandConfig, Float32] | None = getattr(state, "limits", None)
+    if found is not None and found[0] is config:
+        return found[1]
+    distance = _unpacked(state.distance)
+    band = np.maximum(config.width * distance, np.float32(np.log(config.factor)))
+    exponent = np.minimum(_unpacked(state.mean) + band, np.float32(88.0))
     limit = np.where(np.isfinite(exponent), np.exp(exponent), _LARGEST).astype(np.float32)
     limit.flags.writeable = False
+    object.__setattr__(state, "limits", (config, limit))
     return limit
 
 
-def _packed(values: npt.NDArray[np.floating]) -> bytes:
-    whole = np.minimum(np.maximum(np.rint(values * _SCALE), -(2**15) + 1), 2**15 - 1)
+def _whole(values: Float32) -> Int16:
+    """In 1/1024; what is no number comes out as anything."""
+    bounded = np.minimum(np.maximum(np.rint(values * _SCALE), _LEAST), _MOST)
+    whole: Int16 = bounded.astype("<i2")
+    return whole
+
+
+def _packed(values: Float32) -> bytes:
     usual = np.isfinite(values)
-    if not usual.all():
-        whole = np.where(usual, whole, _UNKNOWN)
-    return bytes(whole.astype("<i2").data)
+    if usual.all():
+        return _whole(values).tobytes()
+    return np.where(usual, _whole(np.where(usual, values, _UNIT)), np.int16(_UNKNOWN)).tobytes()
 
 
 def _unpacked(data: bytes) -> Float32:
     whole: Int16 = np.frombuffer(data, "<i2")
-    values = np.divide(whole, np.float32(_SCALE), dtype=np.float32)
+    values = whole.astype(np.float32) * _UNIT
     unknown = whole == _UNKNOWN
     return np.where(unknown, np.float32(np.nan), values) if unknown.any() else values

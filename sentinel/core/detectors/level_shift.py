@@ -26,6 +26,7 @@ import math
 from dataclasses import dataclass
 
 from sentinel.core import bounds
+from sentinel.core.quick import quick
 from sentinel.core.windows import LARGEST, median, to_log, to_loss
 
 
@@ -74,6 +75,7 @@ class ShiftConfig:
         )
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ShiftState:
     """What the detector remembers.
@@ -102,6 +104,7 @@ class ShiftState:
     away: int = 0
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ShiftReading:
     """One step as the detector sees it.

@@ -39,6 +39,7 @@ from functools import lru_cache
 from sentinel.core import bounds
 from sentinel.core.detectors.level_shift import ShiftReading
 from sentinel.core.errors import ConfigError
+from sentinel.core.quick import quick
 from sentinel.core.types import Status
 from sentinel.core.windows import (
     LARGEST,
@@ -136,6 +137,7 @@ class SpikeConfig:
         )
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class SpikeState:
     """What the detector remembers.
@@ -168,6 +170,7 @@ class SpikeState:
     recurred: bool = False
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class SpikeReading:
     """One step as the detector sees it.

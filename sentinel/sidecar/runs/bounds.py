@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 import msgspec
 
@@ -132,6 +133,7 @@ def check_counts(counts: Counts) -> None:
         )
 
 
+@lru_cache(maxsize=4096)  # the same few names come with every step; what raises is not kept
 def _check_column_name(name: str) -> None:
     if not _COLUMN_NAME.fullmatch(name):
         raise ProtocolError(

@@ -114,7 +114,7 @@ class Figures:
             self.scalars = observation.scalars
         logits = observation.columns.get(LAYER_ATTENTION_MAX_LOGIT)
         if logits is not None and logits.size:
-            self.logit_max.add(float(logits.max()), now)
+            self.logit_max.add(logits.item(logits.argmax()), now)
         if decision is not None:
             self.score_max.add(decision.readings.spike_score, now)
         self.recent.append(row)

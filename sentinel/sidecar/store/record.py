@@ -113,7 +113,10 @@ class Seen:
         self._told = max(self._told, seq)
 
     def __contains__(self, seq: int) -> bool:
-        return any(first <= seq <= last for first, last in reversed(self._spans))
+        for first, last in reversed(self._spans):
+            if first <= seq:
+                return seq <= last
+        return False
 
     @property
     def spans(self) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -322,6 +323,47 @@ def test_the_layer_that_left_first_is_remembered_until_all_are_back() -> None:
     assert reading.first == (0,)
     infinite = f32([1.0, 2.0, math.inf, NOT_MEASURED])
     assert layer_band.observe(state, infinite, 24, config)[1].out == (2,)
+
+
+@pytest.mark.parametrize("odd", [None, 0.0, np.nan, np.inf, NOT_MEASURED])
+@pytest.mark.parametrize("layers", [1, 5, 200])
+def test_a_lesson_of_the_bands_is_what_it_says(layers: int, odd: float | None) -> None:
+    """Running means of ln and of the distance from it, in 1/1024, in float32 to the last bit."""
+    rng, state = np.random.default_rng(layers), layer_band.BandState()
+    rate, least, most = np.float32(0.125), -(2**15) + 1, 2**15 - 1
+    mean = distance = np.zeros(layers, np.float32)
+    for step in range(30):
+        column = np.exp(rng.normal(size=layers) * 20).astype(np.float32)
+        if odd is not None and step % 7 == 3:
+            column[0] = odd
+        state, _ = layer_band.observe(state, column, step, layer_band.BandConfig())
+        with np.errstate(all="ignore"):
+            y = np.log(column)
+        if step == 0:
+            mean = np.clip(np.rint(y * 1024), least, most) / np.float32(1024)
+            continue
+        away = np.where(np.isfinite(y), y - mean, np.float32(0))
+        told = [mean + rate * away, distance + rate * (np.abs(away) - distance)]
+        for at, new in enumerate(told):
+            new = np.clip(np.rint(new * 1024), least, most) / np.float32(1024)
+            told[at] = np.where(np.isfinite(y), new, (mean, distance)[at])
+        mean, distance = told
+    assert np.array_equal(np.frombuffer(state.mean, "<i2"), mean * 1024)
+    assert np.array_equal(np.frombuffer(state.distance, "<i2"), distance * 1024)
+
+
+def test_what_a_band_remembers_beside_its_state_changes_nothing() -> None:
+    config, wide = layer_band.BandConfig(warmup=4), layer_band.BandConfig(warmup=4, factor=100.0)
+    state = layer_band.BandState()
+    for t in range(8):
+        state, _ = layer_band.observe(state, f32([1.0, 2.0]), t, config)
+    fresh, data = replace(state), msgspec.msgpack.encode(state)
+    assert layer_band.observe(state, f32([1.0, 20.0]), 8, config)[1].out == (1,)
+    assert layer_band.observe(state, f32([1.0, 20.0]), 8, wide)[1].out == ()
+    assert layer_band.observe(state, f32([1.0, 20.0]), 8, config)[1].out == (1,)
+    assert state == fresh
+    assert hash(state) == hash(fresh)
+    assert msgspec.msgpack.encode(state) == data
 
 
 def test_without_an_order_the_farthest_layer_is_the_first() -> None:
