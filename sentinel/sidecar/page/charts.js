@@ -13,6 +13,7 @@ const PAD = { left: 56, right: 12, bottom: 22 };
 const PENS = 5; // styles of lines in style.css
 const ABOVE = { advised: 54, marked: 38, plain: 12 };
 const LANES = { spike: 30, nonfinite: 30, advice: 46 }; // the others stand above, so that all can be read
+const MOST = 1e300; // larger numbers are drawn as this: their differences would be no numbers
 const DRAG_PX = 6, NEAR_PX = 11; // less is a click; so near is meant
 
 function niceTicks(low, high, count) {
@@ -38,10 +39,13 @@ function logTicks(low, high) {
   return niceTicks(low, high, 3).filter((t) => t > 0);
 }
 
+const bounded = (v) => Math.max(-MOST, Math.min(MOST, v));
+
 function yScale(lines, marks, wantsLog, top, bottom, least) {
   let low = Infinity, high = -Infinity, positive = true;
-  for (const line of lines) for (const v of line.y) {
-    if (v === null || !Number.isFinite(v)) continue;
+  for (const line of lines) for (const exact of line.y) {
+    if (exact === null || !Number.isFinite(exact)) continue;
+    const v = bounded(exact);
     if (v < low) low = v;
     if (v > high) high = v;
     if (v <= 0) positive = false;
@@ -62,7 +66,7 @@ function yScale(lines, marks, wantsLog, top, bottom, least) {
   const a = f(low), b = f(high);
   return {
     log, low, high,
-    at: (v) => bottom - ((f(v) - a) / (b - a)) * (bottom - top),
+    at: (v) => bottom - ((f(bounded(v)) - a) / (b - a)) * (bottom - top),
     ticks: log ? logTicks(low, high) : niceTicks(low, high, 4),
   };
 }
