@@ -150,6 +150,7 @@ class Jobs:
                 logger.warning("a run had no row in the database, it is written again run=%s", name)
                 self._service.runs.save(unknown)
         store.probe()
+        await self._service.catch_up()
 
     async def retain(self) -> None:
         """Old series make room; so do those of runs that are over, when there is too much.
@@ -183,7 +184,8 @@ class Jobs:
         limit = store.run_limit()
         for record in store.records.values():
             record.limit(limit)
-        await self._forget_rows(now)
+        if store.database.opened:
+            await self._forget_rows(now)
 
     async def _forget_rows(self, now: float) -> None:
         """What the database holds of runs that are over for long; in bites, so that writes pass."""

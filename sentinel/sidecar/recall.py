@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import func, select
+from sqlalchemy.orm import Session
 
 from sentinel.core import engine
 from sentinel.core.errors import SentinelError
@@ -32,7 +33,6 @@ from sentinel.core.policy import Policy
 from sentinel.core.state import State
 from sentinel.core.types import Action, Decision, Observation
 from sentinel.sidecar.runs import Run, Runs
-from sentinel.sidecar.store.database import Database
 from sentinel.sidecar.store.models import DecisionRow
 from sentinel.sidecar.store.record import newest_chapter
 from sentinel.sidecar.store.store import Store
@@ -95,8 +95,16 @@ class Past:
         self._store = store
         self._turn = asyncio.Lock()
         self._tried: set[tuple[str, str]] = set()
-        self._executed = _executed(store.database)
+        self._executed: dict[tuple[str, str], int] = {}
         self._earlier = set(runs.runs)
+        try:
+            self._executed = store.database.sync(_executed)
+        except SentinelError as error:
+            logger.error("earlier actions cannot be counted error=%s", error)
+
+    async def catch_up(self) -> None:
+        """Count them later, in a database that could not be opened before; raises StoreError."""
+        self._executed = await self._store.database.run(_executed)
 
     def tally(self, run: Run) -> dict[str, int | None]:
         """How many steps were skipped and how often it was rolled back, as far as is known."""
@@ -158,14 +166,9 @@ class Past:
             await asyncio.sleep(PAUSE_S)
 
 
-def _executed(database: Database) -> dict[tuple[str, str], int]:
+def _executed(session: Session) -> dict[tuple[str, str], int]:
     """How often each action was executed, by run, over all starts before this one."""
     counts = select(DecisionRow.run, DecisionRow.action, func.count()).group_by(
         DecisionRow.run, DecisionRow.action
     )
-    try:
-        rows = database.sync(lambda session: list(session.execute(counts)))
-    except SentinelError as error:
-        logger.error("earlier actions cannot be counted error=%s", error)
-        return {}
-    return {(run, action): count for run, action, count in rows}
+    return {(run, action): count for run, action, count in session.execute(counts)}

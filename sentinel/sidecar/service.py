@@ -8,6 +8,7 @@ Threads: the event loop's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from sentinel.sidecar.store.store import Store
 from sentinel.sidecar.verify import Verifier
 from sentinel.sidecar.watch import Watched
 from sentinel.wire import messages
+
+logger = logging.getLogger(__name__)
 
 
 class Service:
@@ -68,6 +71,19 @@ class Service:
             )
             self.verifier.remember(self.people.damaged())
         self.ready = False
+        self._whole = self.store.database.opened
+
+    async def catch_up(self) -> None:
+        """Take up what a database knows that could not be opened at the start, once it can be."""
+        if self._whole or not self.store.database.opened:
+            return
+        await self.runs.catch_up(self.now())
+        await self.people.catch_up()
+        await self.past.catch_up()
+        if self.verifier is not None:
+            self.verifier.remember(await self.people.damaged_later())
+        self._whole = True
+        logger.warning("what an earlier start has left in the database is taken up")
 
     def series_directory(self, run: str) -> Path:
         """Where the series of a run lie; raises RefusedError."""

@@ -1,6 +1,7 @@
 """What an earlier start of the sidecar has left: its runs, and the states of JSON trainers' runs.
 
     for run in comeback.runs(now): ...         from the database, the newest ones
+    for run in await comeback.missed(now): ... the same, from a database that came late
     comeback.look(run)                         what is on disk of it: when somebody asks
     comeback.revive(run)                       a JSON trainer's state, computed from its series
 
@@ -63,10 +64,8 @@ class Comeback:
             return []
         found = []
         for row in rows:
-            try:
-                run = self._of_row(row, now)
-            except (ProtocolError, msgspec.ValidationError) as error:
-                logger.warning("an earlier run cannot be read run=%s error=%s", row.name, error)
+            run = self._sound(row, now)
+            if run is None:
                 continue
             found.append(run)
             if run.run_state == "running" or run.name in self._store.taken_up:
@@ -75,6 +74,12 @@ class Comeback:
         for run in sorted(troubled, key=lambda r: r.last_heard)[-SHOWN_AT_ONCE:]:
             self._look_back(run)
         return found
+
+    async def missed(self, now: float) -> list[Run]:
+        """Runs that the database knows and no folder did; raises StoreError."""
+        await self._chronicle.catch_up()
+        rows = await self._store.newest_runs(self._settings.max_runs)
+        return [run for row in rows if (run := self._sound(row, now)) is not None]
 
     def look(self, run: Run) -> None:
         """Take up what is on disk of it, once."""
@@ -156,6 +161,13 @@ class Comeback:
                 live=False,
                 found=record.at is not None,
             )
+
+    def _sound(self, row: RunRow, now: float) -> Run | None:
+        try:
+            return self._of_row(row, now)
+        except (ProtocolError, msgspec.ValidationError) as error:
+            logger.warning("an earlier run cannot be read run=%s error=%s", row.name, error)
+            return None
 
     def _of_row(self, row: RunRow, now: float) -> Run:
         """A run of an earlier start; raises ProtocolError or ValidationError."""

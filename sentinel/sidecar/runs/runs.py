@@ -97,6 +97,13 @@ class Runs:
         for run in self._comeback.runs(now):
             self.runs[run.name] = run
 
+    async def catch_up(self, now: float) -> None:
+        """Take up those that only the database knows, which came late; raises StoreError."""
+        for run in await self._comeback.missed(now):
+            if run.name not in self.runs and len(self.runs) < self._settings.max_runs:
+                run.orders = self._registry.claim_orders(run.name)
+                self.runs[run.name] = run
+
     def let_go(self, run: Run) -> None:
         """Close the files of a run that has been lost for long; a report opens them again."""
         self.recording.close(run)

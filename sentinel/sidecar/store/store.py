@@ -14,7 +14,8 @@
 Without a data_dir all of it is temporary and goes with the process.
 
 Errors:  ConfigError when another sidecar uses the directory. A disk that cannot be written does not
-         keep the sidecar from starting: it decides without a record, and says so.
+         keep the sidecar from starting: it decides without a record, says so, and tries again:
+         the directory with each probe(), the database as one that fails later.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from sentinel.core.errors import ConfigError
 from sentinel.core.policy import Policy
@@ -40,7 +42,7 @@ from sentinel.sidecar.settings import MIN_RUN_BYTES, Settings
 from sentinel.sidecar.store import run_files, writes
 from sentinel.sidecar.store.database import Database, StoreError
 from sentinel.sidecar.store.models import DecisionRow, MarkRow, RunRow
-from sentinel.sidecar.store.record import Record, Seen, reports_on_disk
+from sentinel.sidecar.store.record import Record, Seen, reports_on_disk, try_to_write
 from sentinel.sidecar.store.series import SeriesFiles
 from sentinel.traces.recorder import list_incarnations
 
@@ -81,36 +83,47 @@ class Store:
         self._unkept: dict[str, RunRow] = {}  # whose run.json no disk took
         self._rowless: set[str] = set()  # runs that report and have no row
         self.taken_up: frozenset[str] = frozenset()  # from folders: the database had not got them
+        self._take_directory()
+        url = settings.database or f"sqlite:///{self.directory / 'sentinel.db'}"
+        # A server that was asked for and is not there is not something to hide: it raises.
+        self.database = (
+            Database.open(url)
+            if settings.database
+            else Database.open_or_wait(url, ready=self._own_directory)
+        )
+
+    def _take_directory(self) -> None:
+        """Make it ours; raises ConfigError when it is another sidecar's."""
         try:
             self.runs_directory.mkdir(parents=True, exist_ok=True)
             self._take_lock()
         except OSError as error:
+            if not self.start_trouble:
+                logger.error("the data directory cannot be used error=%s", error)
             self.start_trouble = f"{self.directory}: {error}"
-            logger.error("the data directory cannot be used error=%s", error)
-        self.database = self._open_database()
+            return
+        if self.start_trouble:
+            logger.warning("the data directory can be used now directory=%s", self.directory)
+        self.start_trouble = ""
+
+    def _own_directory(self) -> None:
+        """Raise OSError while the directory is not ours; the database's worker asks."""
+        if self._lock is None:
+            raise OSError(self.start_trouble or "the data directory cannot be used")
 
     def _take_lock(self) -> None:
         lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             os.close(lock)
+            if not isinstance(error, BlockingIOError):
+                raise
             raise ConfigError(
                 f"data directory {self.directory} is used by another sidecar; give this one "
                 "another with --data"
             ) from None
         self._lock = lock
-
-    def _open_database(self) -> Database:
-        url = self._settings.database or f"sqlite:///{self.directory / 'sentinel.db'}"
-        try:
-            return Database.open(url)
-        except StoreError as error:
-            if self._settings.database:
-                raise  # a server that was asked for and is not there: not something to hide
-            self.start_trouble = self.start_trouble or str(error)
-            logger.error("the database cannot be used, going on without one error=%s", error)
-            return Database.open("sqlite://")
 
     @property
     def trouble(self) -> str:
@@ -297,10 +310,9 @@ class Store:
         Raises:
             StoreError: the database fails, and no folder knows of a run.
         """
-        newest = select(RunRow).order_by(RunRow.heard_at.desc()).limit(most)
         failure: StoreError | None = None
         try:
-            rows = {row.name: row for row in self.database.sync(lambda s: list(s.scalars(newest)))}
+            rows = {row.name: row for row in self.database.sync(partial(_newest, most=most))}
             every = set(self.database.sync(lambda s: list(s.scalars(select(RunRow.name)))))
         except StoreError as error:
             failure, rows, every = error, {}, set()
@@ -325,6 +337,10 @@ class Store:
             raise failure
         self.taken_up = frozenset(taken)
         return sorted(rows.values(), key=lambda row: row.heard_at)[-most:]
+
+    async def newest_runs(self, most: int) -> list[RunRow]:
+        """Those that the database knows, from one that came late; raises StoreError."""
+        return await self.database.run(partial(_newest, most=most))
 
     def _run_directories(self) -> list[Path]:
         try:
@@ -375,18 +391,24 @@ class Store:
 
     def probe(self) -> None:
         """See whether the disk takes writes again, or no more."""
+        if self._lock is None:
+            try:
+                self._take_directory()
+            except ConfigError as error:  # another one was faster: nothing is written there
+                self.start_trouble = str(error)
         self.database.probe()
         if self.start_trouble:
             return
         for row in list(self._unkept.values()):
             self._keep(row)
         try:
-            place = self.directory / "probe"
-            place.write_bytes(b"")
-            place.unlink()
+            try_to_write(self.directory)
             self.disk_trouble = ""
         except OSError as error:
             self.disk_trouble = str(error)
+            return
+        for record in self.records.values():
+            record.look_again()
 
     def close(self) -> None:
         """Close everything; a second call does nothing."""
@@ -399,6 +421,10 @@ class Store:
             self._lock = None
         if self._temporary is not None:
             self._temporary()
+
+
+def _newest(session: Session, most: int) -> list[RunRow]:
+    return list(session.scalars(select(RunRow).order_by(RunRow.heard_at.desc()).limit(most)))
 
 
 def _close(run: str, record: Record) -> None:
