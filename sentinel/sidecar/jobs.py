@@ -165,9 +165,12 @@ class Jobs:
             if now - run.ended > LET_GO_S:
                 service.runs.let_go(run)
         over = sorted(
-            (run.ended or run.last_heard, run.name)
-            for run in service.runs.runs.values()
-            if run.run_state != "running" and run.kept.record is None
+            [
+                (run.ended or run.last_heard, run.name)
+                for run in service.runs.runs.values()
+                if run.run_state != "running" and run.kept.record is None
+            ]
+            + [(at, name) for name, at in service.runs.stored.items()]
         )
         sizes = await asyncio.to_thread(store.sizes)
         total = sum(sizes.values())
@@ -193,7 +196,7 @@ class Jobs:
         cutoff = now - service.settings.retention_days * DAY_S
         deleted = 0
         for name in await database.run(lambda session: retention.over(session, cutoff)):
-            if name in service.runs.runs:
+            if name in service.runs.runs or name in service.runs.stored:
                 continue  # in use, or its series are still there
             rows = await self._bites(partial(retention.forget, run=name, cutoff=cutoff))
             if rows:

@@ -384,6 +384,8 @@ def _paths() -> dict[str, dict[str, Schema]]:
                 table(
                     ("runs", "trouble"),
                     runs=listed(ref("Summary")),
+                    stored=WHOLE
+                    | {"description": "More runs that are over: on disk only, for want of room."},
                     trouble=TEXT,
                     not_shown={
                         "type": "object",
@@ -391,6 +393,7 @@ def _paths() -> dict[str, dict[str, Schema]]:
                         "description": "Why, by the name of a watched run that is not among them.",
                     },
                 ),
+                parameters=(_query("all", WHOLE, "1: stored ones too, the newest 1000"),),
             ),
         },
         runs: {

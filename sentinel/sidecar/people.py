@@ -120,10 +120,10 @@ class People:
             if order.open or row.run in self._runs.runs:
                 self._runs.orders_of(row.run).restore(order)
         for incident in silenced:
-            run = self._runs.runs.get(incident.run)
-            if run is not None and incident.silenced_until is not None:
-                until = incident.silenced_until
-                run.silenced.setdefault((incident.number, incident.opened), until)
+            known = incident.run in self._runs.runs or incident.run in self._runs.stored
+            if known and incident.silenced_until is not None:
+                silences = self._runs.silences_of(incident.run)
+                silences.setdefault((incident.number, incident.opened), incident.silenced_until)
 
     def damaged(self) -> list[Checked]:
         """Snapshots that an earlier start has found damaged; waits for the database."""
@@ -361,10 +361,9 @@ class People:
         Returns:
             Whether it is in the database already.
         """
-        run = self._runs.runs.get(incident.run)
-        key = (incident.number, incident.opened)
-        if run is not None:
-            _silence(run, key, until, self._clock())
+        if incident.run in self._runs.runs or incident.run in self._runs.stored:
+            silences = self._runs.silences_of(incident.run)
+            _silence(silences, (incident.number, incident.opened), until, self._clock())
         return await self._mark(incident, {"silenced_until": until, "silenced_by": by[:NAME]})
 
     async def _mark(self, incident: Known, values: dict[str, Any]) -> bool:
@@ -417,10 +416,13 @@ def _found_damaged(session: Session) -> list[Checked]:
     ]
 
 
-def _silence(run: Run, key: tuple[int, int], until: float | None, now: float) -> None:
-    run.silenced = {k: u for k, u in run.silenced.items() if u > now and k != key}
+def _silence(
+    silences: dict[tuple[int, int], float], key: tuple[int, int], until: float | None, now: float
+) -> None:
+    for one in [k for k, u in silences.items() if u <= now or k == key]:
+        del silences[one]
     if until is not None:
-        run.silenced[key] = until
+        silences[key] = until
 
 
 def _highest(caller: Caller) -> str:

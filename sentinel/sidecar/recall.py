@@ -94,7 +94,6 @@ class Past:
         self._runs = runs
         self._store = store
         self._turn = asyncio.Lock()
-        self._tried: set[tuple[str, str]] = set()
         self._executed: dict[tuple[str, str], int] = {}
         self._earlier = set(runs.runs)
         try:
@@ -121,13 +120,12 @@ class Past:
 
     async def recall(self, run: Run) -> None:
         """Have its last state, if it is one of an earlier start whose trainer does not come."""
-        key = run.name, run.incarnation
-        if not self._wanted(run) or key in self._tried:
+        if not self._wanted(run) or run.recalled:
             return
         async with self._turn:
             if not self._wanted(run):
                 return  # somebody else was faster
-            self._tried.add(key)
+            run.recalled = True
             place = self._store.run_directory(run.name)
             found = await asyncio.to_thread(recalled, place, run.incarnation, run.policy)
         if found is None or not self._wanted(run):
@@ -143,7 +141,7 @@ class Past:
             and not run.watched
             and run.run_state != "running"  # its trainer hands it over
             and run.decides
-            and self._runs.runs.get(run.name) is run
+            and self._runs.peek(run.name) is run
         )
 
     @asynccontextmanager

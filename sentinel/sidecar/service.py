@@ -90,7 +90,7 @@ class Service:
         if not messages.RUN_NAME.fullmatch(run):
             raise RefusedError("unknown_run", f"no run has the name {run!r}", 404)
         place = self.store.run_directory(run)
-        if run in self.runs.runs or place.is_dir():
+        if run in self.runs.runs or run in self.runs.stored or place.is_dir():
             return place
         watched = self.watched.directories.get(run)
         if watched is None:
@@ -99,12 +99,13 @@ class Service:
         return watched
 
     def run(self, name: str) -> Run:
-        """A run that reports here, or one that is watched; raises RefusedError."""
-        return self.only_watched(name) or self.runs.get(name)
+        """A run that reports here or has, or one that is watched; raises RefusedError."""
+        return self.only_watched(name) or self.runs.peek(name) or self.runs.get(name)
 
     def only_watched(self, name: str) -> Run | None:
         """The run, if it is embedded and does not report here too."""
-        return None if name in self.runs.runs else self.watched.runs.get(name)
+        own = name in self.runs.runs or name in self.runs.stored
+        return None if own else self.watched.runs.get(name)
 
     def refuse_watched(self, name: str) -> None:
         """Raise RefusedError when the run is only watched: nobody would hear an order."""
@@ -119,7 +120,7 @@ class Service:
         """Where the files of a trainer may lie."""
         known = self.watched.directories.get(run)
         folders = self.settings.watch
-        if run in self.runs.runs:
+        if run in self.runs.runs or run in self.runs.stored:
             folders = (*self.settings.run_dirs, *folders)
         below = tuple(folder / run for folder in folders)
         return below if known is None else (known, *below)
@@ -129,7 +130,7 @@ class Service:
         return copies.listed(run, self.verifier, self.settings, self.now())
 
     def all_runs(self) -> list[Run]:
-        """Both kinds."""
+        """Both kinds, without those that are only stored."""
         own = self.runs.runs
         return [*own.values(), *(r for n, r in self.watched.runs.items() if n not in own)]
 

@@ -2,6 +2,7 @@
 
     for run in comeback.runs(now): ...         from the database, the newest ones
     for run in await comeback.missed(now): ... the same, from a database that came late
+    run = comeback.stored("r7")                one that is not in memory; None: no file tells of it
     comeback.look(run)                         what is on disk of it: when somebody asks
     comeback.revive(run)                       a JSON trainer's state, computed from its series
 
@@ -53,6 +54,7 @@ class Comeback:
         self._store = store
         self._chronicle = chronicle
         self._tell = tell
+        self.not_taken: dict[str, float] = {}  # there was no room for them: when each was over
 
     def runs(self, now: float) -> list[Run]:
         """The runs of an earlier start."""
@@ -62,6 +64,7 @@ class Comeback:
         except SentinelError as error:
             logger.error("earlier runs cannot be read error=%s", error)
             return []
+        self.not_taken = self._store.not_taken
         found = []
         for row in rows:
             run = self._sound(row, now)
@@ -79,7 +82,13 @@ class Comeback:
         """Runs that the database knows and no folder did; raises StoreError."""
         await self._chronicle.catch_up()
         rows = await self._store.newest_runs(self._settings.max_runs)
+        self.not_taken = self._store.not_taken
         return [run for row in rows if (run := self._sound(row, now)) is not None]
+
+    def stored(self, name: str) -> Run | None:
+        """A run that made room for others, as its own file tells of it."""
+        row = self._store.kept_run(name)
+        return None if row is None else self._sound(row, row.heard_at)
 
     def look(self, run: Run) -> None:
         """Take up what is on disk of it, once."""

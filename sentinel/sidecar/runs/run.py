@@ -68,6 +68,7 @@ class Run:
         silenced: until when, by number and opening step of an incident.
         watched: an embedded run, seen in its folder: read-only.
         unread: from an earlier start: what is on disk of it was not looked at yet.
+        recalled: its end was computed again from its record, as far as that goes.
         earlier: its newest step of an earlier start.
         saved_at: last_heard as the database has it.
         saved_incidents: those of its ledger as the database has them.
@@ -106,6 +107,7 @@ class Run:
     silenced: dict[tuple[int, int], float] = field(default_factory=dict)
     watched: bool = False
     unread: bool = False
+    recalled: bool = False
     earlier: Observation | None = None
     saved_at: float = 0.0
     saved_incidents: tuple[Incident, ...] = ()

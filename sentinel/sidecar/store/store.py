@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from sentinel.core.errors import ConfigError
@@ -48,6 +48,7 @@ from sentinel.traces.recorder import list_incarnations
 
 logger = logging.getLogger(__name__)
 
+ENDED = ("finished", "halted")
 MOST_NAMED = 20  # runs in one line of the log
 MarkKey = tuple[str, str, int, int]  # run, incarnation, step, attempt
 
@@ -83,6 +84,7 @@ class Store:
         self._unkept: dict[str, RunRow] = {}  # whose run.json no disk took
         self._rowless: set[str] = set()  # runs that report and have no row
         self.taken_up: frozenset[str] = frozenset()  # from folders: the database had not got them
+        self.not_taken: dict[str, float] = {}  # runs there was no room for: when each was over
         self._take_directory()
         url = settings.database or f"sqlite:///{self.directory / 'sentinel.db'}"
         # A server that was asked for and is not there is not something to hide: it raises.
@@ -303,8 +305,9 @@ class Store:
             )
 
     def known_runs(self, most: int) -> list[RunRow]:
-        """The runs of earlier starts, the newest ones, oldest first.
+        """The runs of earlier starts, oldest first; `not_taken` has those there is no room for.
 
+        Those that ended longest ago find none, then those that were heard longest ago.
         From the database, and from the runs' folders what it has not got, which it is given.
 
         Raises:
@@ -313,9 +316,9 @@ class Store:
         failure: StoreError | None = None
         try:
             rows = {row.name: row for row in self.database.sync(partial(_newest, most=most))}
-            every = set(self.database.sync(lambda s: list(s.scalars(select(RunRow.name)))))
+            every = self.database.sync(_every)
         except StoreError as error:
-            failure, rows, every = error, {}, set()
+            failure, rows, every = error, {}, {}
             logger.error("earlier runs are read from their folders alone error=%s", error)
         taken, strays = set(), []
         for directory in self._run_directories():
@@ -336,11 +339,25 @@ class Store:
         elif not rows:
             raise failure
         self.taken_up = frozenset(taken)
-        return sorted(rows.values(), key=lambda row: row.heard_at)[-most:]
+        found = sorted(rows.values(), key=lambda row: (row.state not in ENDED, row.heard_at))
+        self.not_taken = every | {row.name: _over_at(row) for row in found}
+        found = found[-most:]
+        for row in found:
+            del self.not_taken[row.name]
+        return sorted(found, key=lambda row: row.heard_at)
 
     async def newest_runs(self, most: int) -> list[RunRow]:
-        """Those that the database knows, from one that came late; raises StoreError."""
-        return await self.database.run(partial(_newest, most=most))
+        """The same, from a database that came late and no folder; raises StoreError."""
+        rows = await self.database.run(partial(_newest, most=most))
+        self.not_taken = await self.database.run(_every)
+        for row in rows:
+            self.not_taken.pop(row.name, None)
+        return rows
+
+    def kept_run(self, name: str) -> RunRow | None:
+        """What a run's own file says of it, or was to say; from any thread."""
+        waits = self._unkept.get(name)
+        return run_files.read(self.run_directory(name)) if waits is None else waits
 
     def _run_directories(self) -> list[Path]:
         try:
@@ -424,7 +441,19 @@ class Store:
 
 
 def _newest(session: Session, most: int) -> list[RunRow]:
-    return list(session.scalars(select(RunRow).order_by(RunRow.heard_at.desc()).limit(most)))
+    """Those that have ended only where there is room for them."""
+    first = RunRow.state.in_(ENDED), RunRow.heard_at.desc()
+    return list(session.scalars(select(RunRow).order_by(*first).limit(most)))
+
+
+def _every(session: Session) -> dict[str, float]:
+    """When each was over, or was heard last."""
+    at = func.coalesce(RunRow.ended_at, RunRow.heard_at)
+    return {row[0]: row[1] for row in session.execute(select(RunRow.name, at))}
+
+
+def _over_at(row: RunRow) -> float:
+    return row.heard_at if row.ended_at is None else row.ended_at
 
 
 def _close(run: str, record: Record) -> None:
