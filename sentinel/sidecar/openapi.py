@@ -41,7 +41,7 @@ CODES = {
     "conflict": "the same id was given to another order, other layers to a run that goes on, or "
     "another observation of the newest step",
     "over": "the run has ended: it takes no order and no step",
-    "watched": "the run reports to no sidecar and hears no orders",
+    "watched": "the run does not report here and hears no orders",
     "no_snapshot": "there is no such healthy snapshot to roll back to",
     "unknown_run": "there is no run of that name",
     "unknown_incident": "there is no such incident",

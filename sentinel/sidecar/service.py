@@ -112,7 +112,7 @@ class Service:
         if self.only_watched(name) is not None:
             raise RefusedError(
                 "watched",
-                f"run {name!r} reports to no sidecar and is only watched here: it hears no orders; "
+                f"run {name!r} does not report here and is only watched: it hears no orders; "
                 "to pause it, touch the file PAUSE in its directory",
             )
 
