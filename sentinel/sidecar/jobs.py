@@ -138,7 +138,7 @@ class Jobs:
         """
         heard = []
         for run in self._service.runs.runs.values():
-            if run.run_state == "running" and run.last_heard > run.saved_at:
+            if run.run_state == "running" and run.last_heard != run.saved_at:
                 run.saved_at = run.last_heard
                 last_step = None if run.observation is None else run.observation.step
                 heard.append((run.name, run.last_heard, last_step))

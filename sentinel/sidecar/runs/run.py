@@ -165,10 +165,17 @@ class Run:
         """How long it may be silent: a trainer without signs of life may have long steps."""
         return max(lost_after_s, CADENCES * (self.interval_s or 0.0))
 
+    def not_after(self, now: float) -> bool:
+        """It was heard now at the latest; True when a clock that was set back says otherwise."""
+        later = max(self.last_heard, self.last_report) > now
+        self.last_heard = min(self.last_heard, now)
+        self.last_report = min(self.last_report, now)
+        return later
+
     def heard(self, now: float, *, report: bool) -> None:
         """It said something just now."""
         if report:
-            gap = now - self.last_report
+            gap = max(now - self.last_report, 0.0)  # the clock may have been set back
             if self.interval_s is None:
                 self.interval_s = gap
             else:  # a pause (evaluation, a checkpoint) moves it little

@@ -24,6 +24,7 @@ Errors:  RefusedError, which the routes turn into a Refused message.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from sentinel.core.types import Command
@@ -41,6 +42,8 @@ from sentinel.sidecar.runs.writers import Writers
 from sentinel.sidecar.settings import Settings
 from sentinel.sidecar.store.store import Store
 from sentinel.wire.messages import Close, HandOver, Register, Registered, Reply, Steps
+
+logger = logging.getLogger(__name__)
 
 COMMAND_TTL_S = 600.0
 
@@ -143,7 +146,13 @@ class Runs:
         self._registry.forget(name)
 
     def expire(self, now: float) -> None:
-        """Mark silent runs lost and old orders expired."""
+        """Mark silent runs lost and old orders expired.
+
+        Where the clock was set back, silence counts from now on: no run lives for an hour more.
+        """
+        back = sum(run.not_after(now) for run in self.runs.values())
+        if back:
+            logger.warning("the clock was set back, silence counts from now on runs=%s", back)
         for run in self.runs.values():
             if run.run_state == "running" and not run.live(now, self._settings.lost_after_s):
                 self._chronicle.lost(run, now)
