@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 def add_parsers(subparsers: Subparsers) -> None:
     """Register the subcommands."""
     parser = subparsers.add_parser("runs", help="every run that a sidecar knows, in a line each")
+    parser.add_argument(
+        "--all", action="store_true", help="also those that are over and on disk only"
+    )
     add_options(parser)
     parser.set_defaults(run=list_runs)
 
@@ -54,8 +57,9 @@ def add_parsers(subparsers: Subparsers) -> None:
 
 def list_runs(options: argparse.Namespace) -> int:
     """Carry `sentinel runs` out."""
+    every = getattr(options, "all", False)
     with Remote(options) as sidecar:
-        data = sidecar.get("/v1/runs")
+        data = sidecar.get("/v1/runs?all=1" if every else "/v1/runs")
     if options.json:
         return _print_json(data)
     if data.get("trouble"):
@@ -63,7 +67,7 @@ def list_runs(options: argparse.Namespace) -> int:
     for name, why in (data.get("not_shown") or {}).items():
         print(f"! watched, but not shown: {text(name)}: {text(why)}")
     if not data["runs"]:
-        print("no runs")
+        print(_stored(data) or "no runs")
         return 0
     order = {"lost": 0, "halted": 1, "running": 2}
     found = sorted(data["runs"], key=lambda r: (order.get(r["state"], 3), r["run"]))
@@ -82,7 +86,20 @@ def list_runs(options: argparse.Namespace) -> int:
     ]
     head = ("run", "state", "protection", "step", "loss", "norm", "last report", "")
     print(words.table(head, rows, right=(3, 4, 5)))
+    if _stored(data) and not every:
+        print(_stored(data))
     return 0
+
+
+def _stored(data: dict[str, Any]) -> str:
+    """Which runs are not among those; "" where none is lacking."""
+    count = data.get("stored") or 0
+    if not count:
+        return ""
+    return (
+        f"{number(count)} more, which {'is' if count == 1 else 'are'} over, on disk only (serve "
+        "--max-runs): sentinel runs --all, sentinel status RUN"
+    )
 
 
 DASH_NONE = "none yet"

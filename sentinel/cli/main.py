@@ -135,6 +135,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="how long the audit log is kept (365, or --retention where that is longer)",
     )
     serve_.add_argument(
+        "--max-runs",
+        type=_whole,
+        default=1000,
+        metavar="N",
+        help="runs held in memory (%(default)s); those that have ended make room, then lost ones, "
+        "and stay on disk",
+    )
+    serve_.add_argument(
         "--watch",
         type=Path,
         action="append",
@@ -241,6 +249,12 @@ def _gib(text: str) -> int:
     return int(value * GIB)
 
 
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) == int(text)):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
 def _token_file(text: str) -> tuple[str, Path]:
     role, equals, path = text.partition("=")
     if not equals or role not in ROLES or not path:
@@ -287,6 +301,7 @@ def serve(options: argparse.Namespace) -> int:
         lost_after_s=options.lost_after,
         data_dir=options.data,
         database=options.database,
+        max_runs=options.max_runs,
         max_store_bytes=options.quota,
         max_run_bytes=options.run_quota,
         retention_days=options.retention,

@@ -383,8 +383,11 @@ def _annotated(get: Callable[[Writer], Iterable[Sample]]) -> SidecarSource:
 
 SIDECAR: dict[str, SidecarSource] = {
     "sidecar_runs": lambda service, now: [
-        ((state,), float(sum(run.run_state == state for run in service.runs.runs.values())))
-        for state in RUN_STATES
+        *(
+            ((state,), float(sum(run.run_state == state for run in service.runs.runs.values())))
+            for state in RUN_STATES
+        ),
+        (("stored",), float(len(service.runs.stored))),  # on disk only: they made room
     ],
     "sidecar_requests_total": lambda service, now: [
         (key, float(count)) for key, count in sorted(service.health.requests.items())

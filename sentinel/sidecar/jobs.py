@@ -138,7 +138,7 @@ class Jobs:
         """
         heard = []
         for run in self._service.runs.runs.values():
-            if run.run_state == "running" and run.last_heard > run.saved_at:
+            if run.run_state == "running" and run.last_heard != run.saved_at:
                 run.saved_at = run.last_heard
                 last_step = None if run.observation is None else run.observation.step
                 heard.append((run.name, run.last_heard, last_step))
@@ -150,6 +150,7 @@ class Jobs:
                 logger.warning("a run had no row in the database, it is written again run=%s", name)
                 self._service.runs.save(unknown)
         store.probe()
+        await self._service.catch_up()
 
     async def retain(self) -> None:
         """Old series make room; so do those of runs that are over, when there is too much.
@@ -164,9 +165,12 @@ class Jobs:
             if now - run.ended > LET_GO_S:
                 service.runs.let_go(run)
         over = sorted(
-            (run.ended or run.last_heard, run.name)
-            for run in service.runs.runs.values()
-            if run.run_state != "running" and run.kept.record is None
+            [
+                (run.ended or run.last_heard, run.name)
+                for run in service.runs.runs.values()
+                if run.run_state != "running" and run.kept.record is None
+            ]
+            + [(at, name) for name, at in service.runs.stored.items()]
         )
         sizes = await asyncio.to_thread(store.sizes)
         total = sum(sizes.values())
@@ -183,7 +187,8 @@ class Jobs:
         limit = store.run_limit()
         for record in store.records.values():
             record.limit(limit)
-        await self._forget_rows(now)
+        if store.database.opened:
+            await self._forget_rows(now)
 
     async def _forget_rows(self, now: float) -> None:
         """What the database holds of runs that are over for long; in bites, so that writes pass."""
@@ -191,7 +196,7 @@ class Jobs:
         cutoff = now - service.settings.retention_days * DAY_S
         deleted = 0
         for name in await database.run(lambda session: retention.over(session, cutoff)):
-            if name in service.runs.runs:
+            if name in service.runs.runs or name in service.runs.stored:
                 continue  # in use, or its series are still there
             rows = await self._bites(partial(retention.forget, run=name, cutoff=cutoff))
             if rows:

@@ -41,7 +41,7 @@ CODES = {
     "conflict": "the same id was given to another order, other layers to a run that goes on, or "
     "another observation of the newest step",
     "over": "the run has ended: it takes no order and no step",
-    "watched": "the run reports to no sidecar and hears no orders",
+    "watched": "the run does not report here and hears no orders",
     "no_snapshot": "there is no such healthy snapshot to roll back to",
     "unknown_run": "there is no run of that name",
     "unknown_incident": "there is no such incident",
@@ -384,6 +384,8 @@ def _paths() -> dict[str, dict[str, Schema]]:
                 table(
                     ("runs", "trouble"),
                     runs=listed(ref("Summary")),
+                    stored=WHOLE
+                    | {"description": "More runs that are over: on disk only, for want of room."},
                     trouble=TEXT,
                     not_shown={
                         "type": "object",
@@ -391,6 +393,7 @@ def _paths() -> dict[str, dict[str, Schema]]:
                         "description": "Why, by the name of a watched run that is not among them.",
                     },
                 ),
+                parameters=(_query("all", WHOLE, "1: stored ones too, the newest 1000"),),
             ),
         },
         runs: {

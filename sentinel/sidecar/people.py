@@ -2,6 +2,7 @@
 
     people = People(runs, database, hub, clock)
     people.restore()                                   orders and silences of an earlier start
+    await people.catch_up()                            the same, from a database that came late
     await people.earlier(run, "k1")                    an order that is not in memory any more
     people.damaged()                                   snapshots that it has found damaged
     people.audit("command", caller, outcome="accepted", run="r7", detail={...})
@@ -22,6 +23,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -103,55 +105,37 @@ class People:
 
         Of those that are over the newest are: as many as a run keeps in memory.
         """
-        now = self._clock()
-
-        def find(session: Session) -> tuple[list[CommandRow], list[IncidentRow]]:
-            newest = func.row_number().over(
-                partition_by=CommandRow.run, order_by=CommandRow.created_at.desc()
-            )
-            place = select(CommandRow.id, newest.label("place")).subquery()
-            wanted = or_(CommandRow.state.in_(OPEN_ORDER), place.c.place <= MAX_COMMANDS)
-            commands = select(CommandRow).join(place, place.c.id == CommandRow.id).where(wanted)
-            silenced = select(IncidentRow).where(IncidentRow.silenced_until > now)
-            return (
-                list(session.scalars(commands.order_by(CommandRow.created_at))),
-                list(session.scalars(silenced)),
-            )
-
         try:
-            commands, silenced = self._database.sync(find)
+            self._take_up(*self._database.sync(partial(_asked_for, now=self._clock())))
         except StoreError as error:
             logger.error("earlier orders cannot be read error=%s", error)
-            return
+
+    async def catch_up(self) -> None:
+        """The same, later; what was asked for since then stands. Raises StoreError."""
+        self._take_up(*await self._database.run(partial(_asked_for, now=self._clock())))
+
+    def _take_up(self, commands: list[CommandRow], silenced: list[IncidentRow]) -> None:
         for row in commands:
             order = _order(row)
             if order.open or row.run in self._runs.runs:
                 self._runs.orders_of(row.run).restore(order)
         for incident in silenced:
-            run = self._runs.runs.get(incident.run)
-            if run is not None and incident.silenced_until is not None:
-                run.silenced[incident.number, incident.opened] = incident.silenced_until
+            known = incident.run in self._runs.runs or incident.run in self._runs.stored
+            if known and incident.silenced_until is not None:
+                silences = self._runs.silences_of(incident.run)
+                silences.setdefault((incident.number, incident.opened), incident.silenced_until)
 
     def damaged(self) -> list[Checked]:
         """Snapshots that an earlier start has found damaged; waits for the database."""
-
-        def find(session: Session) -> list[AuditRow]:
-            rows = select(AuditRow).where(AuditRow.action == "snapshot").order_by(AuditRow.id)
-            return list(session.scalars(rows))
-
         try:
-            rows = self._database.sync(find)
+            return self._database.sync(_found_damaged)
         except StoreError as error:
             logger.error("damaged snapshots cannot be recalled error=%s", error)
             return []
-        newest = {(row.run, str(row.detail.get("name"))): row for row in rows}
-        return [
-            Checked(run, name, place[0], place[1], Result.DAMAGED, reason, 0, row.at)
-            for (run, name), row in newest.items()
-            if row.outcome == Result.DAMAGED
-            and (place := parse_name(name)) is not None
-            and (reason := str(row.detail.get("reason")))
-        ]
+
+    async def damaged_later(self) -> list[Checked]:
+        """The same from a database that came late; raises StoreError."""
+        return await self._database.run(_found_damaged)
 
     # ---- the audit log ---------------------------------------------------------------------
 
@@ -377,10 +361,9 @@ class People:
         Returns:
             Whether it is in the database already.
         """
-        run = self._runs.runs.get(incident.run)
-        key = (incident.number, incident.opened)
-        if run is not None:
-            _silence(run, key, until, self._clock())
+        if incident.run in self._runs.runs or incident.run in self._runs.stored:
+            silences = self._runs.silences_of(incident.run)
+            _silence(silences, (incident.number, incident.opened), until, self._clock())
         return await self._mark(incident, {"silenced_until": until, "silenced_by": by[:NAME]})
 
     async def _mark(self, incident: Known, values: dict[str, Any]) -> bool:
@@ -403,10 +386,43 @@ class People:
         return recorded
 
 
-def _silence(run: Run, key: tuple[int, int], until: float | None, now: float) -> None:
-    run.silenced = {k: u for k, u in run.silenced.items() if u > now and k != key}
+def _asked_for(session: Session, now: float) -> tuple[list[CommandRow], list[IncidentRow]]:
+    """The orders and the silences of an earlier start."""
+    newest = func.row_number().over(
+        partition_by=CommandRow.run, order_by=CommandRow.created_at.desc()
+    )
+    place = select(CommandRow.id, newest.label("place")).subquery()
+    wanted = or_(CommandRow.state.in_(OPEN_ORDER), place.c.place <= MAX_COMMANDS)
+    commands = select(CommandRow).join(place, place.c.id == CommandRow.id).where(wanted)
+    silenced = select(IncidentRow).where(IncidentRow.silenced_until > now)
+    return (
+        list(session.scalars(commands.order_by(CommandRow.created_at))),
+        list(session.scalars(silenced)),
+    )
+
+
+def _found_damaged(session: Session) -> list[Checked]:
+    """Snapshots whose newest line in the audit log says so."""
+    rows = session.scalars(
+        select(AuditRow).where(AuditRow.action == "snapshot").order_by(AuditRow.id)
+    )
+    newest = {(row.run, str(row.detail.get("name"))): row for row in rows}
+    return [
+        Checked(run, name, place[0], place[1], Result.DAMAGED, reason, 0, row.at)
+        for (run, name), row in newest.items()
+        if row.outcome == Result.DAMAGED
+        and (place := parse_name(name)) is not None
+        and (reason := str(row.detail.get("reason")))
+    ]
+
+
+def _silence(
+    silences: dict[tuple[int, int], float], key: tuple[int, int], until: float | None, now: float
+) -> None:
+    for one in [k for k, u in silences.items() if u <= now or k == key]:
+        del silences[one]
     if until is not None:
-        run.silenced[key] = until
+        silences[key] = until
 
 
 def _highest(caller: Caller) -> str:

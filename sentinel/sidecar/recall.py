@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import func, select
+from sqlalchemy.orm import Session
 
 from sentinel.core import engine
 from sentinel.core.errors import SentinelError
@@ -32,7 +33,6 @@ from sentinel.core.policy import Policy
 from sentinel.core.state import State
 from sentinel.core.types import Action, Decision, Observation
 from sentinel.sidecar.runs import Run, Runs
-from sentinel.sidecar.store.database import Database
 from sentinel.sidecar.store.models import DecisionRow
 from sentinel.sidecar.store.record import newest_chapter
 from sentinel.sidecar.store.store import Store
@@ -94,9 +94,16 @@ class Past:
         self._runs = runs
         self._store = store
         self._turn = asyncio.Lock()
-        self._tried: set[tuple[str, str]] = set()
-        self._executed = _executed(store.database)
+        self._executed: dict[tuple[str, str], int] = {}
         self._earlier = set(runs.runs)
+        try:
+            self._executed = store.database.sync(_executed)
+        except SentinelError as error:
+            logger.error("earlier actions cannot be counted error=%s", error)
+
+    async def catch_up(self) -> None:
+        """Count them later, in a database that could not be opened before; raises StoreError."""
+        self._executed = await self._store.database.run(_executed)
 
     def tally(self, run: Run) -> dict[str, int | None]:
         """How many steps were skipped and how often it was rolled back, as far as is known."""
@@ -113,13 +120,12 @@ class Past:
 
     async def recall(self, run: Run) -> None:
         """Have its last state, if it is one of an earlier start whose trainer does not come."""
-        key = run.name, run.incarnation
-        if not self._wanted(run) or key in self._tried:
+        if not self._wanted(run) or run.recalled:
             return
         async with self._turn:
             if not self._wanted(run):
                 return  # somebody else was faster
-            self._tried.add(key)
+            run.recalled = True
             place = self._store.run_directory(run.name)
             found = await asyncio.to_thread(recalled, place, run.incarnation, run.policy)
         if found is None or not self._wanted(run):
@@ -135,7 +141,7 @@ class Past:
             and not run.watched
             and run.run_state != "running"  # its trainer hands it over
             and run.decides
-            and self._runs.runs.get(run.name) is run
+            and self._runs.peek(run.name) is run
         )
 
     @asynccontextmanager
@@ -158,14 +164,9 @@ class Past:
             await asyncio.sleep(PAUSE_S)
 
 
-def _executed(database: Database) -> dict[tuple[str, str], int]:
+def _executed(session: Session) -> dict[tuple[str, str], int]:
     """How often each action was executed, by run, over all starts before this one."""
     counts = select(DecisionRow.run, DecisionRow.action, func.count()).group_by(
         DecisionRow.run, DecisionRow.action
     )
-    try:
-        rows = database.sync(lambda session: list(session.execute(counts)))
-    except SentinelError as error:
-        logger.error("earlier actions cannot be counted error=%s", error)
-        return {}
-    return {(run, action): count for run, action, count in rows}
+    return {(run, action): count for run, action, count in session.execute(counts)}

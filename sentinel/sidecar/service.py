@@ -8,6 +8,7 @@ Threads: the event loop's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from sentinel.sidecar.store.store import Store
 from sentinel.sidecar.verify import Verifier
 from sentinel.sidecar.watch import Watched
 from sentinel.wire import messages
+
+logger = logging.getLogger(__name__)
 
 
 class Service:
@@ -68,13 +71,26 @@ class Service:
             )
             self.verifier.remember(self.people.damaged())
         self.ready = False
+        self._whole = self.store.database.opened
+
+    async def catch_up(self) -> None:
+        """Take up what a database knows that could not be opened at the start, once it can be."""
+        if self._whole or not self.store.database.opened:
+            return
+        await self.runs.catch_up(self.now())
+        await self.people.catch_up()
+        await self.past.catch_up()
+        if self.verifier is not None:
+            self.verifier.remember(await self.people.damaged_later())
+        self._whole = True
+        logger.warning("what an earlier start has left in the database is taken up")
 
     def series_directory(self, run: str) -> Path:
         """Where the series of a run lie; raises RefusedError."""
         if not messages.RUN_NAME.fullmatch(run):
             raise RefusedError("unknown_run", f"no run has the name {run!r}", 404)
         place = self.store.run_directory(run)
-        if run in self.runs.runs or place.is_dir():
+        if run in self.runs.runs or run in self.runs.stored or place.is_dir():
             return place
         watched = self.watched.directories.get(run)
         if watched is None:
@@ -83,19 +99,20 @@ class Service:
         return watched
 
     def run(self, name: str) -> Run:
-        """A run that reports here, or one that is watched; raises RefusedError."""
-        return self.only_watched(name) or self.runs.get(name)
+        """A run that reports here or has, or one that is watched; raises RefusedError."""
+        return self.only_watched(name) or self.runs.peek(name) or self.runs.get(name)
 
     def only_watched(self, name: str) -> Run | None:
         """The run, if it is embedded and does not report here too."""
-        return None if name in self.runs.runs else self.watched.runs.get(name)
+        own = name in self.runs.runs or name in self.runs.stored
+        return None if own else self.watched.runs.get(name)
 
     def refuse_watched(self, name: str) -> None:
         """Raise RefusedError when the run is only watched: nobody would hear an order."""
         if self.only_watched(name) is not None:
             raise RefusedError(
                 "watched",
-                f"run {name!r} reports to no sidecar and is only watched here: it hears no orders; "
+                f"run {name!r} does not report here and is only watched: it hears no orders; "
                 "to pause it, touch the file PAUSE in its directory",
             )
 
@@ -103,7 +120,7 @@ class Service:
         """Where the files of a trainer may lie."""
         known = self.watched.directories.get(run)
         folders = self.settings.watch
-        if run in self.runs.runs:
+        if run in self.runs.runs or run in self.runs.stored:
             folders = (*self.settings.run_dirs, *folders)
         below = tuple(folder / run for folder in folders)
         return below if known is None else (known, *below)
@@ -113,7 +130,7 @@ class Service:
         return copies.listed(run, self.verifier, self.settings, self.now())
 
     def all_runs(self) -> list[Run]:
-        """Both kinds."""
+        """Both kinds, without those that are only stored."""
         own = self.runs.runs
         return [*own.values(), *(r for n, r in self.watched.runs.items() if n not in own)]
 

@@ -24,7 +24,7 @@ class Settings:
         token_files: files of tokens, each with the role that its tokens have; see security.py.
         lost_after_s: a running run that is silent for so long is lost, and may be taken over.
         max_body_bytes: larger requests are refused.
-        max_runs: runs kept; finished and lost ones make room, oldest first.
+        max_runs: runs in memory; those that have ended make room, then lost ones, oldest first.
         max_layers: layers of one run that get series of their own.
         data_dir: where series and the database are kept; None: nowhere for longer than it runs.
         database: URL of a database server; "" for an SQLite file in data_dir.

@@ -265,3 +265,77 @@ def test_a_folder_that_cannot_be_listed_is_said_and_hides_no_other(
     assert told[0] == str(folder.parent / "file")
     assert "cannot be read" in told[1]
     service.close()
+
+
+def test_an_entry_that_cannot_be_looked_at_hides_no_other(folder: Path, clock: FakeClock) -> None:
+    embedded(folder, "good", steps=20)
+    (folder / "loop").symlink_to("loop")
+    service = watching(folder, clock)
+    look(service)
+    assert [run.name for run in service.all_runs()] == ["good"]
+    (told,) = service.watched.trouble.items()
+    assert told[0] == "loop"
+    assert "Too many levels of symbolic links" in told[1]
+    service.close()
+
+
+@pytest.mark.parametrize("how", ["gone", "empty"])
+def test_a_folder_whose_runs_have_vanished_says_so_until_they_are_back(
+    folder: Path, clock: FakeClock, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("r1", "r2"):
+        embedded(folder, name, steps=20)
+    service = watching(folder, clock)
+    look(service)
+    assert service.watched.trouble == {}
+    folder.rename(folder.parent / "elsewhere")
+    if how == "empty":
+        folder.mkdir()
+    for _ in range(2):
+        look(service)
+        why = f"this folder is {how}, 2 runs were in it: is its volume mounted?"
+        assert service.watched.trouble == {str(folder): why}
+    assert caplog.text.count("is its volume mounted?") == 1
+    if how == "empty":
+        folder.rmdir()
+    (folder.parent / "elsewhere").rename(folder)
+    look(service)
+    assert service.watched.trouble == {}
+    assert len(service.all_runs()) == 2
+    service.close()
+
+
+def test_a_run_of_long_steps_is_lost_after_ten_of_them_only(folder: Path, clock: FakeClock) -> None:
+    trainer, _ = embedded(folder, "slow", steps=20)
+    segment = max((folder / "slow").rglob("scalars-*"))
+    service = Service(Settings(watch=(folder,), lost_after_s=5.0), clock=clock, timer=lambda: 0.0)
+    for _ in range(3):
+        trainer.run(1)
+        os.utime(segment, (clock.now, clock.now))
+        look(service)
+        clock.advance(8.0)
+    look(service)
+    assert service.all_runs()[0].run_state == "running", "after 8 s of silence, as ever"
+    clock.advance(60.0)
+    look(service)
+    assert service.all_runs()[0].run_state == "running"
+    clock.advance(30.0)
+    look(service)
+    assert service.all_runs()[0].run_state == "lost"
+    service.close()
+
+
+def test_a_first_look_knows_long_steps_by_the_age_of_the_trace(
+    folder: Path, clock: FakeClock
+) -> None:
+    embedded(folder, "slow", steps=20)
+    segments = sorted((folder / "slow").rglob("scalars-*"))
+    (segments[-1].parent / "config.json").write_text("{}")
+    start = clock.now - 20 * 8.0
+    os.utime(segments[-1].parent / "config.json", (start, start))
+    os.utime(segments[-1], (clock.now, clock.now))
+    clock.advance(70.0)
+    service = Service(Settings(watch=(folder,), lost_after_s=5.0), clock=clock, timer=lambda: 0.0)
+    look(service)
+    assert service.all_runs()[0].run_state == "running"
+    service.close()

@@ -27,13 +27,15 @@ export class RunsView {
     this.input = h("input", { type: "search", id: "filter", autocomplete: "off", spellcheck: "false", placeholder: "part of a name", oninput: () => this.#paint() });
     this.filter = h("div", { class: "row", hidden: true }, h("label", { for: "filter" }, "Find"), this.input);
     this.runs = [];
-    this.all = false;
+    this.all = this.stored = false;
+    this.left = 0; // runs that are over and on disk only
     this.element = h("div", {}, h("div", { class: "head" }, h("h1", {}, "Runs"), this.filter), this.notes, this.count, this.body);
   }
 
   async load() {
-    const { runs, trouble } = await ask("/v1/runs");
+    const { runs, trouble, stored } = await ask(this.stored ? "/v1/runs?all=1" : "/v1/runs");
     this.loaded = Date.now();
+    this.left = this.stored ? 0 : stored ?? 0;
     replace(this.notes, trouble ? h("p", { class: "note bad" }, `The sidecar's record is in trouble, runs may be missing: ${trouble}`) : null);
     this.runs = runs.sort((a, b) => rank(a) - rank(b) || (rank(a) === 5 ? (b.ended_at ?? 0) - (a.ended_at ?? 0) : 0) || a.run.localeCompare(b.run));
     this.#paint();
@@ -61,7 +63,8 @@ export class RunsView {
     replace(this.body, h("table", { class: "cards runs", role: "table", "aria-label": "Runs" },
       h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, COLUMNS.map((name) => h("th", { scope: "col", role: "columnheader" }, name)))),
       h("tbody", { role: "rowgroup" }, [...live, ...some].map((run) => this.#row(run)))),
-    some.length < over.length ? h("button", { type: "button", class: "small more", "data-key": "all", onclick: () => { this.all = true; this.#paint(); } }, `Show all ${over.length} finished runs`) : null);
+    some.length < over.length ? h("button", { type: "button", class: "small more", "data-key": "all", onclick: () => { this.all = true; this.#paint(); } }, `Show all ${over.length} finished runs`) : null,
+    this.left ? h("button", { type: "button", class: "small more", "data-key": "stored", onclick: () => { this.stored = this.all = true; this.load(); } }, `Show ${this.left} more that are over and on disk only`) : null);
   }
 
   #row(run) {

@@ -204,10 +204,9 @@ def router(service: Service) -> APIRouter:
             door.let_in(request, Role.READ)
             if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= MAX_LOG:
                 raise ProtocolError(f"limit must lie between 1 and {MAX_LOG}, got {limit[:20]!r}")
-            trouble = service.store.start_trouble  # an empty database stands in then
             try:
                 entries = await people.log(run, int(limit))
-                trouble = trouble or service.store.database.trouble
+                trouble = service.store.database.trouble
             except StoreError as error:
                 trouble = str(error)
                 entries = []

@@ -52,7 +52,9 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/runs")
     async def list_runs(request: Request) -> Response:
-        def serve(_: bytes) -> tuple[int, Any]:
+        async def work() -> Response:
+            wanted = request.query_params.get("all", "") not in ("", "0")
+            stored = await service.runs.newest_stored(MOST_ROWS) if wanted else []
             now = service.now()
             past = service.past
             runs = [
@@ -60,15 +62,18 @@ def router(service: Service) -> APIRouter:
                 | counted(r)
                 | past.tally(r)
                 | {"damaged_snapshots": copies.damaged(r, service.verifier)}
-                for r in service.all_runs()
+                for r in (*service.all_runs(), *stored)
             ]
-            return 200, {
-                "runs": runs,
-                "trouble": service.store.trouble,
-                "not_shown": service.watched.trouble,
-            }
+            return answer(
+                {
+                    "runs": runs,
+                    "stored": len(service.runs.stored),
+                    "trouble": service.store.trouble,
+                    "not_shown": service.watched.trouble,
+                }
+            )
 
-        return await door.for_people(request, serve)
+        return await reading(request, work)
 
     @routes.get("/v1/runs/{run}")
     async def one_run(run: str, request: Request) -> Response:

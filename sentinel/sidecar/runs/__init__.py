@@ -25,13 +25,14 @@ from sentinel.sidecar.runs.json_trainers import next_step
 from sentinel.sidecar.runs.mirror import Mirror
 from sentinel.sidecar.runs.orders import Order
 from sentinel.sidecar.runs.refusal import RefusedError
-from sentinel.sidecar.runs.run import Run
+from sentinel.sidecar.runs.run import CADENCES, Run
 from sentinel.sidecar.runs.runs import COMMAND_TTL_S, Runs
 from sentinel.sidecar.runs.session import Claim
 from sentinel.sidecar.runs.sessions import SESSION_HEADER
 from sentinel.sidecar.runs.views import details, summary
 
 __all__ = [
+    "CADENCES",
     "COMMAND_TTL_S",
     "SESSION_HEADER",
     "Claim",

@@ -168,9 +168,15 @@ class Chronicle:
     def remember(self) -> None:
         """Learn the numbers that incidents of an earlier start have; waits for the database."""
         try:
-            self._numbers = incidents_kept.highest_numbers(self._store.database)
+            self._numbers = self._store.database.sync(incidents_kept.highest_numbers)
         except SentinelError as error:
             logger.error("numbers of earlier incidents cannot be read error=%s", error)
+
+    async def catch_up(self) -> None:
+        """The same, from a database that came late; raises StoreError."""
+        earlier = await self._store.database.run(incidents_kept.highest_numbers)
+        for run, number in earlier.items():
+            self._numbers[run] = max(self._numbers.get(run, 0), number)
 
     def next_incident(self, run: str) -> int:
         """The number of its next incident, where the engine has none yet: none is given twice."""

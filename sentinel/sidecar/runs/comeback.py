@@ -1,6 +1,8 @@
 """What an earlier start of the sidecar has left: its runs, and the states of JSON trainers' runs.
 
     for run in comeback.runs(now): ...         from the database, the newest ones
+    for run in await comeback.missed(now): ... the same, from a database that came late
+    run = comeback.stored("r7")                one that is not in memory; None: no file tells of it
     comeback.look(run)                         what is on disk of it: when somebody asks
     comeback.revive(run)                       a JSON trainer's state, computed from its series
 
@@ -52,6 +54,7 @@ class Comeback:
         self._store = store
         self._chronicle = chronicle
         self._tell = tell
+        self.not_taken: dict[str, float] = {}  # there was no room for them: when each was over
 
     def runs(self, now: float) -> list[Run]:
         """The runs of an earlier start."""
@@ -61,12 +64,11 @@ class Comeback:
         except SentinelError as error:
             logger.error("earlier runs cannot be read error=%s", error)
             return []
+        self.not_taken = self._store.not_taken
         found = []
         for row in rows:
-            try:
-                run = self._of_row(row, now)
-            except (ProtocolError, msgspec.ValidationError) as error:
-                logger.warning("an earlier run cannot be read run=%s error=%s", row.name, error)
+            run = self._sound(row, now)
+            if run is None:
                 continue
             found.append(run)
             if run.run_state == "running" or run.name in self._store.taken_up:
@@ -75,6 +77,18 @@ class Comeback:
         for run in sorted(troubled, key=lambda r: r.last_heard)[-SHOWN_AT_ONCE:]:
             self._look_back(run)
         return found
+
+    async def missed(self, now: float) -> list[Run]:
+        """Runs that the database knows and no folder did; raises StoreError."""
+        await self._chronicle.catch_up()
+        rows = await self._store.newest_runs(self._settings.max_runs)
+        self.not_taken = self._store.not_taken
+        return [run for row in rows if (run := self._sound(row, now)) is not None]
+
+    def stored(self, name: str) -> Run | None:
+        """A run that made room for others, as its own file tells of it."""
+        row = self._store.kept_run(name)
+        return None if row is None else self._sound(row, row.heard_at)
 
     def look(self, run: Run) -> None:
         """Take up what is on disk of it, once."""
@@ -156,6 +170,13 @@ class Comeback:
                 live=False,
                 found=record.at is not None,
             )
+
+    def _sound(self, row: RunRow, now: float) -> Run | None:
+        try:
+            return self._of_row(row, now)
+        except (ProtocolError, msgspec.ValidationError) as error:
+            logger.warning("an earlier run cannot be read run=%s error=%s", row.name, error)
+            return None
 
     def _of_row(self, row: RunRow, now: float) -> Run:
         """A run of an earlier start; raises ProtocolError or ValidationError."""

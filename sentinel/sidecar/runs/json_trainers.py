@@ -94,7 +94,7 @@ class JsonTrainers:
         check_layers(layers)
         if first is not None:
             check_step("first_step", first)
-        old = self._registry.runs.get(name)
+        old = self._registry.find(name)
         if old is None or old.session is None or old.run_state in ENDED:
             admitted = self._writers.admit(name, "json", 0, now)
             given = new_session(claim)

@@ -139,6 +139,9 @@ class Orders:
         for order in self._orders.values():
             if not order.open:
                 continue
+            if now < order.issued:  # the clock was set back: it is not obeyed for so much longer
+                order.expires -= order.issued - now
+                order.issued = now
             if now >= order.expires:
                 logger.info("order expired run=%s id=%s", self._run, order.command.id)
                 self._turn(order, "expired")

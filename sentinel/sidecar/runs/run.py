@@ -68,6 +68,7 @@ class Run:
         silenced: until when, by number and opening step of an incident.
         watched: an embedded run, seen in its folder: read-only.
         unread: from an earlier start: what is on disk of it was not looked at yet.
+        recalled: its end was computed again from its record, as far as that goes.
         earlier: its newest step of an earlier start.
         saved_at: last_heard as the database has it.
         saved_incidents: those of its ledger as the database has them.
@@ -106,6 +107,7 @@ class Run:
     silenced: dict[tuple[int, int], float] = field(default_factory=dict)
     watched: bool = False
     unread: bool = False
+    recalled: bool = False
     earlier: Observation | None = None
     saved_at: float = 0.0
     saved_incidents: tuple[Incident, ...] = ()
@@ -163,10 +165,17 @@ class Run:
         """How long it may be silent: a trainer without signs of life may have long steps."""
         return max(lost_after_s, CADENCES * (self.interval_s or 0.0))
 
+    def not_after(self, now: float) -> bool:
+        """It was heard now at the latest; True when a clock that was set back says otherwise."""
+        later = max(self.last_heard, self.last_report) > now
+        self.last_heard = min(self.last_heard, now)
+        self.last_report = min(self.last_report, now)
+        return later
+
     def heard(self, now: float, *, report: bool) -> None:
         """It said something just now."""
         if report:
-            gap = now - self.last_report
+            gap = max(now - self.last_report, 0.0)  # the clock may have been set back
             if self.interval_s is None:
                 self.interval_s = gap
             else:  # a pause (evaluation, a checkpoint) moves it little

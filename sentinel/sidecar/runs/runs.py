@@ -23,6 +23,8 @@ Errors:  RefusedError, which the routes turn into a Refused message.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
 
 from sentinel.core.types import Command
@@ -41,6 +43,8 @@ from sentinel.sidecar.settings import Settings
 from sentinel.sidecar.store.store import Store
 from sentinel.wire.messages import Close, HandOver, Register, Registered, Reply, Steps
 
+logger = logging.getLogger(__name__)
+
 COMMAND_TTL_S = 600.0
 
 
@@ -48,8 +52,9 @@ class Runs:
     """See the module docstring.
 
     Attributes:
-        runs: by name.
-        parked: the open orders of runs that have not come back yet.
+        runs: in memory, by name.
+        stored: those that are only on disk, see Registry.
+        parked: the orders to runs that are not in memory.
         on_order: told of every change of an order.
         marks: what Grafana is told.
         json: trainers that speak JSON.
@@ -67,7 +72,14 @@ class Runs:
         self._chronicle = Chronicle(store, hub, self.marks)
         self.recording = Recording(store, hub, self._chronicle)
         self._comeback = Comeback(settings, store, self._chronicle, tell)
-        self._registry = Registry(settings, store, self._comeback.look, tell)
+        self._registry = Registry(
+            settings,
+            store,
+            look=self._comeback.look,
+            read=self._comeback.stored,
+            save=self._chronicle.save,
+            tell=tell,
+        )
         self._writers = Writers(settings, self._registry, self.recording, self._chronicle)
         self._reports = Reports(self._registry, self.recording, self._chronicle, timer)
         self.json = JsonTrainers(
@@ -80,11 +92,29 @@ class Runs:
             timer,
         )
         self.runs: dict[str, Run] = self._registry.runs
+        self.stored: dict[str, float] = self._registry.stored
         self.parked: dict[str, Orders] = self._registry.parked
 
     def get(self, name: str) -> Run:
         """The run of that name; raises RefusedError."""
         return self._registry.get(name)
+
+    def peek(self, name: str) -> Run | None:
+        """The same for who only looks: a stored one stays so; None: there is none."""
+        return self._registry.peek(name)
+
+    def silences_of(self, name: str) -> dict[tuple[int, int], float]:
+        """Until when which of its incidents are silenced; of a stored run too."""
+        run = self.runs.get(name)
+        return self._registry.silences.setdefault(name, {}) if run is None else run.silenced
+
+    async def newest_stored(self, most: int) -> list[Run]:
+        """The newest of those that are only on disk; reads it in a thread."""
+        stored = self.stored
+        names = sorted(stored, key=stored.__getitem__, reverse=True)[:most]
+        read = self._comeback.stored
+        found = await asyncio.to_thread(lambda: [read(name) for name in names])
+        return [run for run in found if run is not None and run.name in stored]
 
     def orders_of(self, name: str) -> Orders:
         """The orders to the run of that name, whether it is here or not."""
@@ -96,6 +126,16 @@ class Runs:
         """Take up the runs of an earlier start; their trainers hand their states over."""
         for run in self._comeback.runs(now):
             self.runs[run.name] = run
+        self.stored.update(self._comeback.not_taken)
+
+    async def catch_up(self, now: float) -> None:
+        """Take up those that only the database knows, which came late; raises StoreError."""
+        for run in await self._comeback.missed(now):
+            if run.name not in self.runs and len(self.runs) < self._settings.max_runs:
+                self._registry.take_up(run)
+        for name, at in self._comeback.not_taken.items():
+            if name not in self.runs:
+                self.stored.setdefault(name, at)
 
     def let_go(self, run: Run) -> None:
         """Close the files of a run that has been lost for long; a report opens them again."""
@@ -106,11 +146,19 @@ class Runs:
         self._registry.forget(name)
 
     def expire(self, now: float) -> None:
-        """Mark silent runs lost and old orders expired."""
+        """Mark silent runs lost and old orders expired.
+
+        Where the clock was set back, silence counts from now on: no run lives for an hour more.
+        """
+        back = sum(run.not_after(now) for run in self.runs.values())
+        if back:
+            logger.warning("the clock was set back, silence counts from now on runs=%s", back)
         for run in self.runs.values():
             if run.run_state == "running" and not run.live(now, self._settings.lost_after_s):
                 self._chronicle.lost(run, now)
             run.orders.expire(now)
+        for orders in self.parked.values():
+            orders.expire(now)
 
     def save(self, run: Run) -> None:
         """Write what is known of a run into the database."""

@@ -114,7 +114,7 @@ class Writers:
                 f"digit, got {name!r}",
                 422,
             )
-        run = self._registry.runs.get(name)
+        run = self._registry.find(name)
         if run is None:
             self._registry.make_room()
             return None

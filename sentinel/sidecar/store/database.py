@@ -3,6 +3,7 @@
     database = Database.open("sqlite:////var/lib/sentinel/sentinel.db")
     await database.run(lambda session: session.get(RunRow, "r7"))
     database.submit(lambda session: session.merge(row), what="run")     in order, nobody waits
+    database = Database.open_or_wait(url)                        one that may fail at first
     database.trouble                                             "" or what fails now
     database.probe()                                             now and then: what waits goes on
 
@@ -15,6 +16,9 @@ backoff of RETRY_S to RETRY_MOST_S is over. So `work` may be called several time
 it adds anew each time. A write that can never succeed is given up: it would hold up all others.
 failures.py tells the two apart. What waits when the process dies is lost; whatever must not be lost
 is on disk first (series, run.json), or awaited before it is promised (orders of people).
+
+One that cannot even be opened at first is the same case: what is submitted waits until it can be,
+and nothing stands in for it, since what that were told would go with the process.
 
 Schema:  Alembic's migrations run when it opens; a database of a later version is refused.
 Errors:  run() and sync() raise StoreError; submit() counts failures in `failed`, what is given up
@@ -80,10 +84,23 @@ class Database:
         failed: failures, each try of a write that waits among them.
         dropped: writes that were given up: refused for what they are, no room to wait, or still
             waiting at the end.
+        opened: it has been reached, and its schema is up to date.
     """
 
-    def __init__(self, engine: Engine, timer: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        timer: Callable[[], float] = time.perf_counter,
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Know where it is.
+
+        Args:
+            ready: raises OSError while it must not be opened yet; called by the worker.
+        """
         self.engine = engine
+        self.opened = False
+        self._ready = ready
         self.failed = 0
         self.dropped = 0
         self._timer = timer
@@ -108,18 +125,47 @@ class Database:
         """
         database = cls(_engine(url), timer)
         try:
-            # In the thread that will use it: a database in memory is one connection's.
-            database._worker.submit(_migrate, database.engine).result()
-        except CommandError as error:
+            database._first(url)
+        except StoreError:
             database.close()
+            raise
+        return database
+
+    @classmethod
+    def open_or_wait(
+        cls,
+        url: str,
+        timer: Callable[[], float] = time.perf_counter,
+        ready: Callable[[], None] = lambda: None,
+    ) -> Database:
+        """The same, but where it cannot be reached now it is tried again, as a write that waits.
+
+        Args:
+            ready: raises OSError while it must not be opened yet; called by the worker.
+
+        Raises:
+            ConfigError: see open().
+        """
+        database = cls(_engine(url), timer, ready)
+        try:
+            database._first(url)
+        except StoreError as error:
+            database._not_opened(error.__cause__ or error)
+        return database
+
+    def _first(self, url: str) -> None:
+        """The first try to open it; raises as open() does."""
+        try:
+            # In the thread that will use it: a database in memory is one connection's.
+            self._worker.submit(self._open).result()
+        except CommandError as error:
+            self.close()
             raise ConfigError(
                 f"database {_shown(url)} was written by another version of sentinel ({error}); "
                 "use that version, or give this one a database of its own"
             ) from error
         except (SQLAlchemyError, OSError) as error:
-            database.close()
             raise StoreError(f"database {_shown(url)} cannot be opened: {said(error)}") from error
-        return database
 
     def submit(
         self,
@@ -199,6 +245,8 @@ class Database:
     def trouble(self) -> str:
         """What is wrong, in one line; "" when nothing is."""
         waiting = len(self._writes)
+        if not self.opened:
+            return f"it cannot be opened: {self._stuck} ({waiting} writes are waiting)"
         if self._stuck and waiting:
             return f"{self._stuck} ({waiting} writes are waiting)"
         if waiting >= MOST_QUEUED:
@@ -244,6 +292,8 @@ class Database:
         if self._closed:
             raise StoreError("the database is closed: the sidecar is on its way down")
         error = self._drain()
+        if not self.opened:
+            raise StoreError(f"the database cannot be opened: {self._stuck}") from error
         if error is not None and gone(error):
             raise StoreError(f"the database failed: {said(error)}") from error
         return self._now(work)
@@ -254,7 +304,7 @@ class Database:
 
     def _look(self) -> None:
         self._drain()
-        if not self._writes:
+        if self.opened and not self._writes:
             with suppress(StoreError):
                 self._now(lambda session: session.execute(text("SELECT 1")))
 
@@ -282,6 +332,17 @@ class Database:
         """Do what waits, as long as it can be done; the failure that has stopped it."""
         if not at_once and self._timer() < self._retry_at:
             return None
+        if not self.opened:
+            if self._closed and not self._writes:
+                return None
+            try:
+                self._open()
+            except Exception as error:  # noqa: BLE001 (whatever it is, nothing else would tell)
+                self._not_opened(error)
+                return error
+            logger.warning("the database is open now waiting=%s", len(self._writes))
+            self._stuck = ""
+            self._retry_s, self._retry_at = RETRY_S, 0.0
         while True:
             with self._lock:
                 if not self._writes:
@@ -310,6 +371,27 @@ class Database:
                 self._stuck = ""
                 logger.warning("the database takes writes again; none waits any more")
 
+    def _open(self) -> None:
+        self._ready()
+        self._began = self._timer()
+        try:
+            _migrate(self.engine)
+        finally:
+            self._began = None
+        self.opened = True
+
+    def _not_opened(self, error: BaseException) -> None:
+        if not self._stuck:
+            logger.error("the database cannot be opened, writes wait for it error=%s", said(error))
+        self.failed += 1
+        self._stuck = said(error)
+        self._later()
+        self.engine.dispose()  # what a failed try has left of a connection is not used again
+
+    def _later(self) -> None:
+        self._retry_at = self._timer() + self._retry_s
+        self._retry_s = min(2.0 * self._retry_s, RETRY_MOST_S)
+
     def _wait(self, write: _Write, error: Exception) -> None:
         if not self._stuck:
             logger.error("the database fails, writes wait for it error=%s", said(error))
@@ -317,8 +399,7 @@ class Database:
         with self._lock:
             if write.key is not None:
                 self._keyed.setdefault(write.key, write)
-        self._retry_at = self._timer() + self._retry_s
-        self._retry_s = min(2.0 * self._retry_s, RETRY_MOST_S)
+        self._later()
         if read_only(error):
             # A connection to SQLite that was opened so stays so: the next try opens another. (One
             # to a full disk is kept: it can be read from, and there is no room to open another.)

@@ -1,11 +1,10 @@
 """Incidents of an engine that is gone: nobody else closes them, and their numbers stay theirs.
 
     close(database, "r7", keep=(), why="closed: the run was begun anew", now=now)     queued
-    highest_numbers(database)                                          {"r7": 12}, of every run
+    database.sync(highest_numbers)                                     {"r7": 12}, of every run
 
 Units:   `now` in Unix seconds; steps are attempted optimizer steps.
 Threads: the event loop's; the work is done by the database's worker.
-Errors:  StoreError from highest_numbers(), which waits.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def close(
     database.submit(work)
 
 
-def highest_numbers(database: Database) -> dict[str, int]:
-    """The highest number of an incident, by run; waits, raises StoreError."""
+def highest_numbers(session: Session) -> dict[str, int]:
+    """The highest number of an incident, by run."""
     highest = select(IncidentRow.run, func.max(IncidentRow.number)).group_by(IncidentRow.run)
-    return {row[0]: row[1] for row in database.sync(lambda session: list(session.execute(highest)))}
+    return {row[0]: row[1] for row in session.execute(highest)}

@@ -64,6 +64,7 @@ LATE, DECIDED = 1, 2
 _REPORT = struct.Struct("<qB")  # number, flags
 _KEPT_OUTCOMES = 4096
 LOOK_EVERY = 16
+PROBE_BYTES = 4096
 
 
 class Seen:
@@ -152,6 +153,16 @@ class Seen:
         if self._told >= expected:
             found.append((expected, self._told))
         return found
+
+
+def try_to_write(directory: Path) -> None:
+    """Raise OSError when nothing can be written there: an empty file fits onto a full disk too."""
+    directory.mkdir(parents=True, exist_ok=True)
+    place = directory / "probe"
+    try:
+        place.write_bytes(bytes(PROBE_BYTES))
+    finally:
+        place.unlink(missing_ok=True)
 
 
 class Record(Recorder):
@@ -354,6 +365,14 @@ class Record(Recorder):
         with self._trying():
             if self._scalars is not None:
                 self._scalars.append_all([(Kind.EVENT, event) for event in events])
+
+    def look_again(self) -> None:
+        """See whether the disk takes writes again; else only the next report would tell."""
+        if not self.trouble or self._rest_until is not None:
+            return
+        with contextlib.suppress(OSError):
+            try_to_write(self.directory.parent)
+            self.trouble = ""
 
     def _look(self) -> None:
         # Two calls of the system; a directory that somebody deletes is noticed soon enough.

@@ -14,7 +14,8 @@
 Without a data_dir all of it is temporary and goes with the process.
 
 Errors:  ConfigError when another sidecar uses the directory. A disk that cannot be written does not
-         keep the sidecar from starting: it decides without a record, and says so.
+         keep the sidecar from starting: it decides without a record, says so, and tries again:
+         the directory with each probe(), the database as one that fails later.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
 
 from sentinel.core.errors import ConfigError
 from sentinel.core.policy import Policy
@@ -40,12 +42,13 @@ from sentinel.sidecar.settings import MIN_RUN_BYTES, Settings
 from sentinel.sidecar.store import run_files, writes
 from sentinel.sidecar.store.database import Database, StoreError
 from sentinel.sidecar.store.models import DecisionRow, MarkRow, RunRow
-from sentinel.sidecar.store.record import Record, Seen, reports_on_disk
+from sentinel.sidecar.store.record import Record, Seen, reports_on_disk, try_to_write
 from sentinel.sidecar.store.series import SeriesFiles
 from sentinel.traces.recorder import list_incarnations
 
 logger = logging.getLogger(__name__)
 
+ENDED = ("finished", "halted")
 MOST_NAMED = 20  # runs in one line of the log
 MarkKey = tuple[str, str, int, int]  # run, incarnation, step, attempt
 
@@ -81,36 +84,48 @@ class Store:
         self._unkept: dict[str, RunRow] = {}  # whose run.json no disk took
         self._rowless: set[str] = set()  # runs that report and have no row
         self.taken_up: frozenset[str] = frozenset()  # from folders: the database had not got them
+        self.not_taken: dict[str, float] = {}  # runs there was no room for: when each was over
+        self._take_directory()
+        url = settings.database or f"sqlite:///{self.directory / 'sentinel.db'}"
+        # A server that was asked for and is not there is not something to hide: it raises.
+        self.database = (
+            Database.open(url)
+            if settings.database
+            else Database.open_or_wait(url, ready=self._own_directory)
+        )
+
+    def _take_directory(self) -> None:
+        """Make it ours; raises ConfigError when it is another sidecar's."""
         try:
             self.runs_directory.mkdir(parents=True, exist_ok=True)
             self._take_lock()
         except OSError as error:
+            if not self.start_trouble:
+                logger.error("the data directory cannot be used error=%s", error)
             self.start_trouble = f"{self.directory}: {error}"
-            logger.error("the data directory cannot be used error=%s", error)
-        self.database = self._open_database()
+            return
+        if self.start_trouble:
+            logger.warning("the data directory can be used now directory=%s", self.directory)
+        self.start_trouble = ""
+
+    def _own_directory(self) -> None:
+        """Raise OSError while the directory is not ours; the database's worker asks."""
+        if self._lock is None:
+            raise OSError(self.start_trouble or "the data directory cannot be used")
 
     def _take_lock(self) -> None:
         lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             os.close(lock)
+            if not isinstance(error, BlockingIOError):
+                raise
             raise ConfigError(
                 f"data directory {self.directory} is used by another sidecar; give this one "
                 "another with --data"
             ) from None
         self._lock = lock
-
-    def _open_database(self) -> Database:
-        url = self._settings.database or f"sqlite:///{self.directory / 'sentinel.db'}"
-        try:
-            return Database.open(url)
-        except StoreError as error:
-            if self._settings.database:
-                raise  # a server that was asked for and is not there: not something to hide
-            self.start_trouble = self.start_trouble or str(error)
-            logger.error("the database cannot be used, going on without one error=%s", error)
-            return Database.open("sqlite://")
 
     @property
     def trouble(self) -> str:
@@ -290,20 +305,20 @@ class Store:
             )
 
     def known_runs(self, most: int) -> list[RunRow]:
-        """The runs of earlier starts, the newest ones, oldest first.
+        """The runs of earlier starts, oldest first; `not_taken` has those there is no room for.
 
+        Those that ended longest ago find none, then those that were heard longest ago.
         From the database, and from the runs' folders what it has not got, which it is given.
 
         Raises:
             StoreError: the database fails, and no folder knows of a run.
         """
-        newest = select(RunRow).order_by(RunRow.heard_at.desc()).limit(most)
         failure: StoreError | None = None
         try:
-            rows = {row.name: row for row in self.database.sync(lambda s: list(s.scalars(newest)))}
-            every = set(self.database.sync(lambda s: list(s.scalars(select(RunRow.name)))))
+            rows = {row.name: row for row in self.database.sync(partial(_newest, most=most))}
+            every = self.database.sync(_every)
         except StoreError as error:
-            failure, rows, every = error, {}, set()
+            failure, rows, every = error, {}, {}
             logger.error("earlier runs are read from their folders alone error=%s", error)
         taken, strays = set(), []
         for directory in self._run_directories():
@@ -324,7 +339,25 @@ class Store:
         elif not rows:
             raise failure
         self.taken_up = frozenset(taken)
-        return sorted(rows.values(), key=lambda row: row.heard_at)[-most:]
+        found = sorted(rows.values(), key=lambda row: (row.state not in ENDED, row.heard_at))
+        self.not_taken = every | {row.name: _over_at(row) for row in found}
+        found = found[-most:]
+        for row in found:
+            del self.not_taken[row.name]
+        return sorted(found, key=lambda row: row.heard_at)
+
+    async def newest_runs(self, most: int) -> list[RunRow]:
+        """The same, from a database that came late and no folder; raises StoreError."""
+        rows = await self.database.run(partial(_newest, most=most))
+        self.not_taken = await self.database.run(_every)
+        for row in rows:
+            self.not_taken.pop(row.name, None)
+        return rows
+
+    def kept_run(self, name: str) -> RunRow | None:
+        """What a run's own file says of it, or was to say; from any thread."""
+        waits = self._unkept.get(name)
+        return run_files.read(self.run_directory(name)) if waits is None else waits
 
     def _run_directories(self) -> list[Path]:
         try:
@@ -375,18 +408,24 @@ class Store:
 
     def probe(self) -> None:
         """See whether the disk takes writes again, or no more."""
+        if self._lock is None:
+            try:
+                self._take_directory()
+            except ConfigError as error:  # another one was faster: nothing is written there
+                self.start_trouble = str(error)
         self.database.probe()
         if self.start_trouble:
             return
         for row in list(self._unkept.values()):
             self._keep(row)
         try:
-            place = self.directory / "probe"
-            place.write_bytes(b"")
-            place.unlink()
+            try_to_write(self.directory)
             self.disk_trouble = ""
         except OSError as error:
             self.disk_trouble = str(error)
+            return
+        for record in self.records.values():
+            record.look_again()
 
     def close(self) -> None:
         """Close everything; a second call does nothing."""
@@ -399,6 +438,22 @@ class Store:
             self._lock = None
         if self._temporary is not None:
             self._temporary()
+
+
+def _newest(session: Session, most: int) -> list[RunRow]:
+    """Those that have ended only where there is room for them."""
+    first = RunRow.state.in_(ENDED), RunRow.heard_at.desc()
+    return list(session.scalars(select(RunRow).order_by(*first).limit(most)))
+
+
+def _every(session: Session) -> dict[str, float]:
+    """When each was over, or was heard last."""
+    at = func.coalesce(RunRow.ended_at, RunRow.heard_at)
+    return {row[0]: row[1] for row in session.execute(select(RunRow.name, at))}
+
+
+def _over_at(row: RunRow) -> float:
+    return row.heard_at if row.ended_at is None else row.ended_at
 
 
 def _close(run: str, record: Record) -> None:
