@@ -43,7 +43,7 @@ from sentinel.core.detectors.update_ratio import UpdateRatioConfig
 from sentinel.core.errors import ConfigError
 from sentinel.core.types import Mode, Severity
 
-SHIPPED = ("default", "observe")
+SHIPPED = ("default", "observe", "rl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

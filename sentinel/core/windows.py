@@ -81,6 +81,16 @@ def to_loss(y: float, floor: float) -> float:
     return math.exp(min(y, 709.0)) if y >= low else floor - (low - y)
 
 
+def to_plain(loss: float, floor: float) -> float:
+    """`to_log` without the logarithm: linear everywhere, and the same below `floor`."""
+    return math.log(floor) - (floor - loss)
+
+
+def from_plain(y: float, floor: float) -> float:
+    """The loss of which `to_plain` makes y."""
+    return floor - (math.log(floor) - y)
+
+
 def last_below(beyond: Callable[[float], bool], guess: float) -> float:
     """The largest float that is not `beyond`, of which all larger ones are; LARGEST if none is.
 

@@ -93,7 +93,7 @@ A_SIDECAR = "sidecar must be http://host:port or unix:///path/to/socket, got {!r
 SIDECAR_TYPE = "sidecar must be 'auto', None, http://host:port or unix:///path/to/socket, got {!r}"
 A_FUNCTION = "{0} must be a function without arguments, got {1}; wrap it: {0}=lambda: ..."
 POLICY_TYPE = (
-    "policy must be one of default, observe, the path of a TOML file or a Policy, got {!r}; a "
+    "policy must be one of default, observe, rl, the path of a TOML file or a Policy, got {!r}; a "
     "table becomes one by Policy.from_dict()"
 )
 ALONE = {"model": None, "optimizer": None}
@@ -274,7 +274,7 @@ ATTACH: dict[str, Case] = {
     "policy misspelled": (
         lambda w: {"policy": "defualt"},
         (
-            "policy must be one of default, observe or a readable TOML file, got 'defualt' "
+            "policy must be one of default, observe, rl or a readable TOML file, got 'defualt' "
             "([Errno 2] No such file or directory: 'defualt')"
         ),
     ),
@@ -580,7 +580,9 @@ def test_a_policy_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     for path, why in whys.items():
         with pytest.raises(ConfigError) as caught:
             Policy.load(path)
-        start = f"policy must be one of default, observe or a readable TOML file, got {str(path)!r}"
+        start = (
+            f"policy must be one of default, observe, rl or a readable TOML file, got {str(path)!r}"
+        )
         assert str(caught.value).startswith(f"{start} ({why}")
 
 

@@ -46,7 +46,7 @@ def test_the_wheel_holds_exactly_the_two_packages_and_their_data(wheel: Path) ->
 
 def test_the_wheel_carries_the_policies(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    policies = {f"sentinel/core/policies/{p}.toml" for p in ("default", "observe")}
+    policies = {f"sentinel/core/policies/{p}.toml" for p in ("default", "observe", "rl")}
     assert policies <= names
 
 

@@ -17,7 +17,7 @@ import pytest
 from sentinel.cli import main as cli
 from sentinel.client import Client
 from sentinel.core.errors import ConfigError
-from sentinel.core.policy import Policy
+from sentinel.core.policy import SHIPPED, Policy
 from sentinel.sidecar.serve import bind_tcp, bind_uds
 from sentinel.wire import codec
 from tests.support.sidecars import serving
@@ -26,7 +26,7 @@ from tests.support.sidecars import serving
 def test_a_shown_policy_reads_back_as_the_same_policy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name in ("default", "observe"):
+    for name in SHIPPED:
         assert cli.main(["policy", "show", name]) == 0
         assert Policy.parse(capsys.readouterr().out, "x") == Policy.load(name)
 

@@ -12,11 +12,23 @@ from sentinel.core.policy import SHIPPED, Policy
 from sentinel.core.types import Mode
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", ["default", "observe"])
 def test_shipped_policies_differ_from_the_defaults_in_name_and_mode_only(name: str) -> None:
     policy = Policy.load(name)
     assert policy.name == name
     assert dataclasses.replace(policy, name="default", mode=Mode.ACT) == Policy()
+
+
+def test_the_policy_for_moving_objectives_differs_in_sizes_only() -> None:
+    policy, default = Policy.load("rl"), Policy()
+    assert set(SHIPPED) == {"default", "observe", "rl"}
+    assert (policy.name, policy.mode, policy.rules) == ("rl", Mode.ACT, default.rules)
+    differs = {
+        f.name
+        for f in dataclasses.fields(policy)
+        if getattr(policy, f.name) != getattr(default, f.name)
+    }
+    assert differs == {"name", "grad_norm", "spike", "level_shift"}
 
 
 def test_a_rule_keeps_the_defaults_of_that_rule() -> None:
@@ -70,7 +82,7 @@ def test_a_setting_that_makes_no_sense_is_refused_by_name(toml: str, message: st
 
 
 def test_a_missing_file_says_what_could_be_given_instead() -> None:
-    with pytest.raises(ConfigError, match=r"one of default, observe or a readable TOML file"):
+    with pytest.raises(ConfigError, match=r"one of default, observe, rl or a readable TOML file"):
         Policy.load("no/such/file.toml")
 
 

@@ -211,9 +211,21 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "any drift is a shift": Mutant(
         "detectors/level_shift.py",
-        "shifted = drift > max(config.rise, config.z * spread)",
+        "shifted = drift > max(config.rise, config.z * spread, _both_sides(low, config))",
         "shifted = drift > 0.0",
     ),
+    "an objective that rises towards zero has drifted": Mutant(
+        "detectors/level_shift.py", "return -2.0 * from_plain(low, config.loss_floor)", "return 0.0"
+    ),
+    "a loss about zero has a logarithm": Mutant(
+        "detectors/spike.py", "signed = lowest < to_log(0.0, floor)", "signed = False"
+    ),
+    "a falling loss is expected below what it can be": Mutant(
+        "detectors/spike.py",
+        "predicted = max(m2 + slope * (n - h) / 2, lowest)",
+        "predicted = m2 + slope * (n - h) / 2",
+    ),
+    "a wiggle is a rise": Mutant("detectors/norm_trend.py", "newer > max(", "newer > 0 * max("),
     "a slow divergence is hot for ever": Mutant(
         "detectors/level_shift.py", "if away >= config.accept_after:", "if False:"
     ),

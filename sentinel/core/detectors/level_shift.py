@@ -14,7 +14,14 @@ level, a step that lies as far above that level itself is `away`, and counts as 
 spread of now will not do: a loss on its way from 3 to 180 has a spread of 2 in ln, above which
 nothing stands out. At most `accept_after` steps are away, then the level is taken as it is.
 
-Units:   loss [nats/token]; sigma, drift, rise [ln nats]; steps are steps with a finite loss.
+Where the lowest level is below zero the loss is no likelihood of tokens, and distances are plain
+[nats], without a logarithm. Such an objective may rise towards zero because the run goes well: what
+a policy gradient weighs its log-probabilities with averages zero, and they shrink as it learns. So
+a drift must also exceed twice the depth of that level: the loss is as far above zero then as it
+was below.
+
+Units:   loss [nats/token]; sigma, drift, rise [ln nats, or nats above a level below zero]; steps
+         are steps with a finite loss.
 Purity:  no clock, no I/O, no randomness; memory bounded by width + 2 look / every numbers, and
          in practice far less: only medians that can still become the lowest are kept.
 Errors:  ShiftConfig raises ConfigError. observe() never raises.
@@ -27,7 +34,7 @@ from dataclasses import dataclass
 
 from sentinel.core import bounds
 from sentinel.core.quick import quick
-from sentinel.core.windows import LARGEST, median, to_log, to_loss
+from sentinel.core.windows import LARGEST, from_plain, median, to_log, to_loss, to_plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,16 +159,16 @@ def observe(
         lows = tuple(p for p in lows if count - p[0] <= config.look)
         if lows and medians >= config.needed:
             _, low, low_spread = lows[0]
-            drift = level - low
-            shifted = drift > max(config.rise, config.z * spread)
+            drift = _above(low, level, config)
+            shifted = drift > max(config.rise, config.z * spread, _both_sides(low, config))
         lows = (*(p for p in lows if p[1] < level), (count, level, spread))
         medians += 1
     reading = ShiftReading(drift, shifted)
-    if config.away_rise <= 0.0 or drift <= (least := max(config.away_rise, config.z * low_spread)):
+    least = max(config.away_rise, config.z * low_spread, _both_sides(low, config))
+    if config.away_rise <= 0.0 or drift <= least:
         away = 0
-    elif y - low > least:
+    elif (excess := _above(low, y, config)) > least:
         away += 1
-        excess = y - low
         baseline = to_loss(low, config.loss_floor)
         reading = ShiftReading(drift, shifted, True, excess, excess / low_spread, baseline)
         if away >= config.accept_after:
@@ -185,3 +192,16 @@ def may_be_away(state: ShiftState, sigma: float, config: ShiftConfig) -> bool:
 def restart(state: ShiftState) -> ShiftState:
     """Forget the levels so far: what is now is the new normal. The spread is kept."""
     return ShiftState(spread=state.spread)
+
+
+def _above(low: float, y: float, config: ShiftConfig) -> float:
+    """How far y lies above the lowest level: plainly, if that is below zero."""
+    floor = config.loss_floor
+    if low < to_log(0.0, floor) and y > math.log(floor):
+        y = to_plain(to_loss(y, floor), floor)
+    return y - low
+
+
+def _both_sides(low: float, config: ShiftConfig) -> float:
+    """Twice the depth of a level below zero; 0 or less for any other."""
+    return -2.0 * from_plain(low, config.loss_floor)

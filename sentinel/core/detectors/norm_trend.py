@@ -10,7 +10,10 @@ but one of them, and the last is `factor` times the first. A single spike moves 
 reading behind it: init variance too large, a normalisation missing.
 
 Together: within the last `short` steps the median of the newer half is above that of the older one
-for both, by `loss_rise` and `norm_rise`. The reading behind it: the update direction oscillates.
+for both, by `loss_rise` and `norm_rise`; and that of the loss is above every loss of the older half
+(two medians of eight differ by noise alone) and above the median of the `BEFORE` times as many
+steps before them (the wiggle of a loss that falls is no rise). The reading behind it: the update
+direction oscillates.
 
 Units:   norm as measured; loss [nats/token]; ratio = last median / first median.
 Purity:  state is an immutable value of bounded size.
@@ -27,6 +30,8 @@ from dataclasses import dataclass
 
 from sentinel.core import bounds
 from sentinel.core.windows import median
+
+BEFORE = 1  # times `short` losses before the short ones say what level the loss had
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,12 @@ class TrendConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrendState:
-    """Medians of whole segments, the norms of the one that is being filled, the last pairs."""
+    """Medians of whole segments, the norms of the one that is being filled, the last pairs.
+
+    Attributes:
+        losses, norms: the last `short` pairs; of the losses those of `BEFORE` times as many steps
+            before them too.
+    """
 
     medians: tuple[float, ...] = ()
     filling: tuple[float, ...] = ()
@@ -83,7 +93,7 @@ def observe(
         medians = (*medians, median(sorted(filling[:length])))[-config.segments :]
         filling = filling[length:]
     both = [(loss, norm) for norm, loss in pairs if loss is not None]
-    losses = (*state.losses, *[loss for loss, _ in both])[-config.short :]
+    losses = (*state.losses, *[loss for loss, _ in both])[-(1 + BEFORE) * config.short :]
     norms = (*state.norms, *[norm for _, norm in both])[-config.short :]
     rising, ratio = False, math.nan
     if len(medians) == config.segments and medians[0] > 0:
@@ -92,11 +102,20 @@ def observe(
             ups = sum(b > a for a, b in itertools.pairwise(medians))
             rising = ups >= config.segments - 2
     together = (
-        len(losses) == config.short
+        len(norms) == config.short
         and _rise(norms) >= config.norm_rise
-        and _rise(losses) >= config.loss_rise
+        and _rise(losses[-config.short :]) >= config.loss_rise
+        and _is_high(losses, config.short)
     )
     return TrendState(medians, tuple(filling), losses, norms), TrendReading(rising, ratio, together)
+
+
+def _is_high(losses: tuple[float, ...], short: int) -> bool:
+    """The newest half of `short` losses is above the noise and the level of those before it."""
+    newest = short - short // 2
+    newer = median(sorted(losses[-newest:]))
+    before = sorted(losses[:-short])
+    return newer > max(losses[-short:-newest]) and (not before or newer > median(before))
 
 
 def _rise(values: tuple[float, ...]) -> float:

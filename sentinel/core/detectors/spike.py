@@ -3,10 +3,16 @@
     observe(state, loss, grad_norm, config) -> (next state, SpikeReading)
 
 Losses are compared in y = ln(loss), so that a threshold means the same at 11 nats and at 2; below
-`loss_floor`, where relative moves are noise, y goes on linearly. The baseline is a robust line
-through the last `window` accepted values: the medians of its two halves, extrapolated downwards
-only (a fall may go on, a rise is never excused). The spread is the larger of the MAD and the
-upper 90 % quantile of the residuals, which protects runs whose noise has a heavy upper tail.
+`loss_floor`, where relative moves are noise, y goes on linearly. A loss that goes below zero (an
+objective of reinforcement learning, a likelihood of densities) is no size of which a share could be
+told: while one is in the window, y is linear above the floor too. With the kink there, in which y
+becomes twenty times as steep, ordinary noise about zero would stand far out on its upper side.
+
+The baseline is a robust line through the last `window` accepted values: the medians of its two
+halves, extrapolated downwards only (a fall may go on, a rise is never excused), and not below the
+lowest of them: a fall that bends leaves its line, and a loss that never was negative will not be.
+The spread is the larger of the MAD and the upper 90 % quantile of the residuals, which protects
+runs whose noise has a heavy upper tail.
 
 A step is hot (a spike step, level 1) if r > r_hot and z > z_hot, where r is the excess over the
 line and z the same in spreads; or already at r_with_grad and z_with_grad when its gradient norm
@@ -23,8 +29,8 @@ seen one step later; no recorded run has more than four in 512.
 
 Levels:  0 calm, 1 hot, 2 persistent (3 hot of 6, or 2 in a row with summed r >= 0.5),
          3 loss or gradient norm not finite.
-Units:   loss, baseline [nats/token]; excess r [ln nats]; score z [robust std]; window, warmup,
-         rearm, accept_after [steps with a loss].
+Units:   loss, baseline [nats/token]; excess r [ln nats, or nats where y is linear]; score z [robust
+         std]; window, warmup, rearm, accept_after [steps with a loss].
 Purity:  no clock, no I/O, no randomness. State is an immutable value, saved in each snapshot and
          restored on rollback together with the weights.
 Errors:  SpikeConfig raises ConfigError. observe() never raises: a nan loss is a reading.
@@ -45,12 +51,14 @@ from sentinel.core.windows import (
     LARGEST,
     MAD_TO_STD,
     Q90_TO_STD,
+    from_plain,
     last_below,
     mad,
     median,
     quantile,
     to_log,
     to_loss,
+    to_plain,
 )
 
 LONE_KEPT = 16  # lone outliers remembered
@@ -235,8 +243,8 @@ def observe(
     if len(seen) < config.warmup:
         return _warm_up(state, y, log_norm, grad_finite, config)
 
-    predicted, sigma = _baseline(seen, config.sigma_floor)
-    r = y - predicted
+    predicted, sigma, signed = _baseline(seen, config)
+    r = (to_plain(loss, config.loss_floor) if signed else y) - predicted
     z = r / sigma
 
     norms = state.norms
@@ -265,7 +273,8 @@ def observe(
     with_norm = outlier and z > config.z_with_grad and r > config.r_with_grad
     recurrent = far and not with_norm and _recurs(state, r, config)
     if (far or with_norm) and not recurrent:
-        return _hot(state, predicted, r, z, sigma, grad_score, grad_finite, config)
+        expected = _loss(predicted, signed, config)
+        return _hot(state, expected, r, z, sigma, grad_score, grad_finite, config)
 
     clean = state.clean + 1
     lone, maybe_lone = state.lone, 0.0
@@ -305,7 +314,7 @@ def observe(
             r,
             0 if grad_finite else 3,
             False,
-            to_loss(predicted, config.loss_floor),
+            _loss(predicted, signed, config),
             sigma,
             grad_score,
             False,
@@ -334,21 +343,22 @@ def limits(state: SpikeState, config: SpikeConfig) -> SpikeLimits:
     seen, floor = state.losses, config.loss_floor
     if len(seen) < config.warmup:
         return SpikeLimits()
-    predicted, sigma = _baseline(seen, config.sigma_floor)
+    predicted, sigma, signed = _baseline(seen, config)
+    scale = to_plain if signed else to_log
 
     def far(loss: float) -> bool:
-        r = to_log(loss, floor) - predicted
+        r = scale(loss, floor) - predicted
         return r / sigma > config.z_hot and r > config.r_hot and not _recurs(state, r, config)
 
     def far_enough(loss: float) -> bool:
-        r = to_log(loss, floor) - predicted
+        r = scale(loss, floor) - predicted
         return r / sigma > config.z_with_grad and r > config.r_with_grad
 
     r = max(config.z_hot * sigma, config.r_hot)
     if _recurs(state, r, config):
         usual = sorted(x for at, x in state.lone if state.seen - at < config.recur_window)
         r = config.recur_margin * median(usual)
-    loss = last_below(far, to_loss(predicted + r, floor))
+    loss = last_below(far, _loss(predicted + r, signed, config))
     norms = state.norms
     if len(norms) < config.warmup:
         return SpikeLimits(loss, sigma=sigma)
@@ -370,7 +380,7 @@ def limits(state: SpikeState, config: SpikeConfig) -> SpikeLimits:
     return SpikeLimits(
         loss,
         last_below(outlier, max(guess, config.grad_factor * usual_norm)),
-        last_below(far_enough, to_loss(predicted + r, floor)),
+        last_below(far_enough, _loss(predicted + r, signed, config)),
         sigma,
     )
 
@@ -407,7 +417,7 @@ def _recurs(state: SpikeState, r: float, config: SpikeConfig) -> bool:
 
 def _hot(
     state: SpikeState,
-    predicted: float,
+    expected: float,
     r: float,
     z: float,
     sigma: float,
@@ -435,7 +445,7 @@ def _hot(
         r,
         level,
         True,
-        to_loss(predicted, config.loss_floor),
+        expected,
         sigma,
         grad_score,
         accepted,
@@ -498,8 +508,19 @@ def _warm_up(
     ), reading
 
 
-def _baseline(seen: tuple[float, ...], floor: float) -> tuple[float, float]:
-    """(predicted y of the next step, spread about the line), from the accepted y."""
+def _loss(y: float, signed: bool, config: SpikeConfig) -> float:
+    """The loss that y stands for on the scale in force."""
+    return (from_plain if signed else to_loss)(y, config.loss_floor)
+
+
+def _baseline(seen: tuple[float, ...], config: SpikeConfig) -> tuple[float, float, bool]:
+    """(predicted y of the next step, spread about the line, y is linear), from the accepted y."""
+    floor = config.loss_floor
+    lowest = min(seen)
+    signed = lowest < to_log(0.0, floor)
+    if signed:
+        kink = math.log(floor)
+        seen = tuple([v if v < kink else to_plain(to_loss(v, floor), floor) for v in seen])
     n = len(seen)
     h = n >> 1
     m1 = median(sorted(seen[:h]))
@@ -512,7 +533,8 @@ def _baseline(seen: tuple[float, ...], floor: float) -> tuple[float, float]:
     centre = median(residuals)
     spread = MAD_TO_STD * mad(residuals, centre)
     upper = quantile(residuals, 0.9, centre) / Q90_TO_STD
-    return m2 + slope * (n - h) / 2, max(spread, upper, floor)
+    predicted = max(m2 + slope * (n - h) / 2, lowest)
+    return predicted, max(spread, upper, config.sigma_floor), signed
 
 
 @lru_cache(maxsize=256)

@@ -37,14 +37,19 @@ def transform(loss: float, floor: float = 0.05) -> float:
     return math.log(loss) if loss >= floor else math.log(floor) - (floor - loss)
 
 
+def plain(y: float, floor: float) -> float:
+    """The same value with y linear above the floor too."""
+    return y if y < math.log(floor) else math.log(floor) - (floor - math.exp(min(y, 709.0)))
+
+
 def line(values: list[float], sigma_floor: float = 0.004) -> tuple[float, float]:
-    """Items 3 and 4: prediction and sigma of a buffer."""
+    """Items 3 and 4: prediction and sigma of a buffer; nothing is expected below its lowest."""
     x = np.array(values)
     n = len(x)
     h = n // 2
     m1, m2 = np.median(x[:h]), np.median(x[h:])
     slope = min(0.0, (m2 - m1) / (n - h))
-    predicted = m2 + slope * (n - h) / 2
+    predicted = max(m2 + slope * (n - h) / 2, min(values))
     middle_of_newer = h + (n - h) / 2
     residuals = x - (m2 + slope * (np.arange(n) - middle_of_newer))
     centred = residuals - np.median(residuals)
@@ -125,8 +130,12 @@ def spike(
             continue
 
         row.judged = True
-        row.predicted, row.sigma = line(buffer, sigma_floor)
-        row.r = y - row.predicted
+        if min(buffer) < transform(0.0, loss_floor):  # a loss below zero: no logarithms
+            row.predicted, row.sigma = line([plain(v, loss_floor) for v in buffer], sigma_floor)
+            row.r = math.log(loss_floor) - (loss_floor - loss) - row.predicted
+        else:
+            row.predicted, row.sigma = line(buffer, sigma_floor)
+            row.r = y - row.predicted
         row.z = row.r / row.sigma
         gbad = False
         if ln_g is not None and norm is not None and len(grads) >= warmup:  # 5
@@ -225,6 +234,14 @@ def level_shift(
 
     Drift and shifted stand until the next median.
     """
+
+    def above(low: float, y: float) -> float:
+        negative = low < transform(0.0, loss_floor)
+        return (plain(y, loss_floor) if negative else y) - low
+
+    def both_sides(low: float) -> float:  # twice the depth below zero
+        return -2.0 * (loss_floor - (math.log(loss_floor) - low))
+
     ys: list[float] = []
     medians: list[tuple[int, float, float]] = []  # with the spread at that time
     ema: float | None = None
@@ -243,15 +260,15 @@ def level_shift(
                 within = [(m, -at, spread) for at, m, spread in medians if n - at <= look]
                 if within and len(medians) >= needed:
                     low, _, low_spread = min(within)  # the latest of equal ones
-                    drift = now - low
-                    shifted = drift > max(rise, z * ema)
+                    drift = above(low, now)
+                    shifted = drift > max(rise, z * ema, both_sides(low))
                 medians.append((n, now, ema))
             # Far away: steps as far above the lowest level as the drift itself must be.
-            least = max(away_rise, z * low_spread)
+            least = max(away_rise, z * low_spread, both_sides(low))
             if not (away_rise > 0 and drift > least):
                 away = 0
-            elif ys[-1] - low > least:
-                excess = ys[-1] - low
+            elif above(low, ys[-1]) > least:
+                excess = above(low, ys[-1])
                 away += 1
                 forget = away == accept_after
         answers.append((drift, shifted, excess))

@@ -122,6 +122,29 @@ def test_a_step_is_away_only_if_it_is_far_above_itself() -> None:
     assert not observe(state, 4.5, 0.017, off)[1].away
 
 
+@pytest.mark.parametrize("low", [-0.4, -4.0, -300.0])
+def test_an_objective_that_rises_towards_zero_has_not_drifted(low: float) -> None:
+    rng = random.Random(8)
+    noise = abs(low) / 8
+    rising: list[float | None] = [
+        low * math.exp(-max(0, i - 200) / 150) + noise * rng.gauss(0, 1) for i in range(1000)
+    ]
+    _, readings = run(rising, [noise] * 1000)
+    assert not any(r.shifted or r.away for r in readings)
+
+
+def test_a_loss_below_zero_that_runs_away_is_away_above_it() -> None:
+    rng = random.Random(9)
+    losses: list[float | None] = [
+        -4.0 + max(0, i - 300) * 0.1 + 0.1 * rng.gauss(0, 1) for i in range(450)
+    ]
+    _, readings = run(losses, [0.1] * 450)
+    first = next(i for i, r in enumerate(readings) if r.away)
+    assert losses[first] == pytest.approx(5.6, abs=1.0)  # +4, and the half of a median's width
+    assert readings[first].baseline == pytest.approx(-4.0, abs=0.1)
+    assert readings[first].excess == pytest.approx(9.6, abs=1.0)
+
+
 def test_after_so_many_steps_the_level_is_taken_as_it_is() -> None:
     _, readings = run(noisy(300, 3.0) + noisy(500, 4.5), [0.017] * 800)
     assert sum(r.away for r in readings) == CONFIG.accept_after

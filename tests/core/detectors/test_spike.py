@@ -236,6 +236,36 @@ def test_small_losses_are_compared_linearly() -> None:
     assert readings[-1].baseline == pytest.approx(0.00125, abs=0.0003)
 
 
+def test_nothing_is_expected_below_the_lowest_loss_so_far() -> None:
+    rng = random.Random(6)
+    # A fast fall that bends: the line of ln(loss) would go on far below zero.
+    bent: Series = [(0.6 * math.exp(-i / 8) + 0.02 + 0.002 * rng.random(), None) for i in range(52)]
+    _, readings = run([*bent, (0.43, None)])
+    lowest = min(loss for loss, _ in bent if loss is not None)
+    judged = [r.baseline for r in readings if r.baseline is not None]
+    assert len(judged) == 5
+    assert all(b >= lowest * (1 - 1e-12) for b in judged)
+
+
+def about_zero(n: int, seed: int = 1, noise: float = 0.1) -> Series:
+    """An objective that rises towards zero and changes its sign again and again."""
+    rng = random.Random(seed)
+    return [(-0.4 * math.exp(-i / 300) + noise * rng.gauss(0, 1), None) for i in range(n)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_noise_about_zero_is_no_spike(seed: int) -> None:
+    assert not any(r.hot for r in run(about_zero(1200, seed))[1])
+
+
+@pytest.mark.parametrize("level", [-300.0, -3.0, 0.0])
+def test_a_loss_below_zero_spikes_too(level: float) -> None:
+    _, readings = run([*calm(100, level=level, noise=0.05), (level + 1.0, 1.0)])
+    assert readings[-1].hot
+    assert readings[-1].excess == pytest.approx(1.0, abs=0.1)  # plainly, on both sides of zero
+    assert readings[-1].baseline == pytest.approx(level, abs=0.05)
+
+
 def test_restarting_forgets_the_baseline() -> None:
     state, _ = run(calm(100))
     _, readings = run(calm(60, level=9.0), state=restart(state))
