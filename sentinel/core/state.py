@@ -24,7 +24,7 @@ from sentinel.core.types import IncidentState, Severity, Verdict
 
 # Part of the protocol: a sidecar may decide only for a trainer with the same engine version.
 # Raise it with every change that can change a decision or the state's layout.
-ENGINE_VERSION = 5
+ENGINE_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True)
