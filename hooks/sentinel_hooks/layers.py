@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -102,6 +102,35 @@ class LayerTable:
             for parameter in module.parameters(recurse=False):
                 owner.setdefault(id(parameter), i)
         return np.array([owner.get(id(p), OTHER) for p in parameters], dtype=np.intp)
+
+    def forgotten(self, held: Container[int]) -> dict[int, list[nn.Parameter]]:
+        """Layers that want a gradient and are not among what is `held` (ids), most like them are.
+
+        Whoever trains a part of a model chooses a role, or the blocks next to the loss: a layer
+        above one that is trained, alone of its like, was left out by mistake.
+        """
+        out: dict[int, list[nn.Parameter]] = {}
+        inside: list[int] = []
+        for i, module in enumerate(self._modules):
+            own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            if any(id(p) in held for p in own):
+                inside.append(i)
+            elif own:
+                out[i] = own
+        if not out or not inside:
+            return {}
+        roles = layer_outlier.roles_of(tuple(self._roles))
+        with_, without = Counter(roles[inside].tolist()), Counter(roles[list(out)].tolist())
+        blocks = [layer.block for layer in self.layers]
+        lowest = min((b for i in inside if (b := blocks[i]) is not None), default=None)
+        return {
+            i: own
+            for i, own in out.items()
+            if (block := blocks[i]) is not None
+            and lowest is not None
+            and block > lowest
+            and with_[roles[i]] > without[roles[i]]
+        }
 
     def rows_under(self, module: nn.Module) -> list[int]:
         """Indices of the layers that lie in `module`, itself included, in the table's order."""

@@ -38,6 +38,7 @@ from sentinel.core.types import (
     LAYER_GRAD_NORM,
     NO_COLUMNS,
     NO_SCALARS,
+    NOT_MEASURED,
     Column,
     Command,
     Observation,
@@ -45,7 +46,7 @@ from sentinel.core.types import (
 from sentinel_hooks.guard import Guard
 from sentinel_hooks.late import Parcel, over
 from sentinel_hooks.layers import LayerTable
-from sentinel_hooks.probes.grads import Float64, GradProbe, PendingNorms, local, tensor_norms
+from sentinel_hooks.probes.grads import ROWS, Float64, GradProbe, PendingNorms, local, tensor_norms
 from sentinel_hooks.probes.read import read
 from sentinel_hooks.probes.together import Probes
 from sentinel_hooks.ranks.agreement import Heard
@@ -185,6 +186,7 @@ class Observer:
         self.fresh = 0  # bits: gradients moved since the optimizer's last gate
         self.newer = 0  # bits: gradients moved since the decision of this logical step
         self.rows = -1  # of the last training forward's first tensor
+        self._ages = [0] * len(self.probe.members)  # steps that used these gradients
         self.steps_without_loss = 0
         self.failed_checks: int | None = None  # of the self-check, once it has a verdict
         # Attached in the middle of an accumulation: part of its loss was never seen.
@@ -240,6 +242,9 @@ class Observer:
         """The user dropped the gradients of one optimizer."""
         self.fresh &= ~bit
         self._begun = False
+        for m in range(len(self._ages)):
+            if bit >> m & 1:
+                self._ages[m] = 0
         self.forget(bit)
         self.probe.forget_clips()
 
@@ -262,9 +267,10 @@ class Observer:
         self.probe.forget_clips()  # clipped, and now the gradients move again
         marks: Mark = []
         empty = True
-        for member in self.probe.members:
+        for m, member in enumerate(self.probe.members):
             grads = [p.grad for p in member.parameters]
             if set(map(type, grads)) <= _NO_GRADS:
+                self._ages[m] = 0
                 marks.append(None)
                 continue
             empty = False
@@ -373,10 +379,13 @@ class Observer:
             layer_sq_L=norms.layer_sq_L if norms is not None else None,
             params_bad=not self._params_finite() if check else None,
             batch_id=self._named(),
+            scalars=self._aged(members),
         )
         if probes is not None:
             measured.parts = probes.parts(vectors[count:])
-            measured.scalars = probes.scalars()
+            measured.scalars = {**measured.scalars, **probes.scalars()}
+        if norms is not None:
+            measured.parts = {**measured.parts, ROWS: norms.rows_L}
         if self.failed_checks is not None:
             measured.scalars = {**measured.scalars, "self_check_failures": self.failed_checks}
         if self._norm_fn is not None:
@@ -435,6 +444,7 @@ class Observer:
             lr=None if lr is None or isinstance(lr, Tensor) else float(lr),
             shape=(len(roots), self.rows) if self.rows >= 0 else (len(roots),),
             batch_id=self._named(),
+            scalars=self._aged(members),
         )
         return Letter(
             Parcel(packed),
@@ -468,7 +478,9 @@ class Observer:
         probes = self.probes
         if probes is not None:
             measured.parts = probes.parts(vectors[count:])
-            measured.scalars = probes.scalars()
+            measured.scalars = {**measured.scalars, **probes.scalars()}
+        if norms is not None:
+            measured.parts = {**measured.parts, ROWS: norms.rows_L}
         if self.failed_checks is not None:
             measured.scalars = {**measured.scalars, "self_check_failures": self.failed_checks}
         return measured, norm, found
@@ -514,6 +526,9 @@ class Observer:
         columns: dict[str, Column] = {}
         if layer_sq_L is not None and self._signals.layer_grad_norm:
             column_L: Column = np.sqrt(layer_sq_L).astype(np.float32)
+            rows_L = parts.get(ROWS)
+            if rows_L is not None:
+                column_L[(rows_L == 0.0) & (column_L == 0.0)] = NOT_MEASURED
             columns[LAYER_GRAD_NORM] = column_L
         if parts and self.probes is not None:
             columns |= self.probes.finish(parts)
@@ -522,6 +537,12 @@ class Observer:
     def _named(self) -> str:
         named = self._batch_id
         return "" if named is None else self._guard.run("batch_id", _text, named) or ""
+
+    def _aged(self, members: Sequence[int]) -> dict[str, float]:
+        """How many steps these gradients have been adding up, this one included."""
+        for m in members:
+            self._ages[m] += 1
+        return {"gradient_age": float(max((self._ages[m] for m in members), default=0))}
 
     def late_nonfinite(self, member: int) -> bool:
         """This optimizer's gradients, made after the group's decision, are not finite."""

@@ -17,7 +17,11 @@ is one, and counts for one. Layers are looked at:
 * depth, residual gain and outliers, at steps 32, 64, 128 and every 256: which block a layer lies
   in, and which layers are its like, comes once as two columns (LAYER_BLOCK, LAYER_ROLE) that the
   trainer adds while `wants_layers`; so a sidecar and a replay have them the same way, and a
-  rollback to before they came asks for them again.
+  rollback to before they came asks for them again. Which layers have had a gradient of exactly 0
+  ever since is kept from step to step and judged with the outliers, after SILENT steps.
+
+`gradient_age` says how many steps the gradients have been adding up, where the trainer knows: then
+`stale_grads` is judged only of those that are older than its window.
 
 A rule that is off is not judged and keeps no state.
 
@@ -73,6 +77,7 @@ from sentinel.core.types import (
 
 LOOK = 16
 LAYERS_EVERY, LAYERS_SOON = 256, 32
+SILENT = 240  # steps without a gradient, after which it is not by chance: a little less than a look
 LINGERS = 16
 TOLD = 8  # layers of one piece of advice
 
@@ -110,6 +115,7 @@ class Layers:
         bands: in the order of BANDS.
         first: who left first in the newest episode.
         out_at: step at which a layer was last out; -1 for never.
+        silent: int32, rows without a gradient since the step `silent_since`; -1: not asked yet.
     """
 
     blocks: bytes = b""
@@ -118,6 +124,8 @@ class Layers:
     bands: tuple[BandState, ...] = _NO_BANDS
     first: tuple[int, ...] = ()
     out_at: int = -1
+    silent: bytes = b""
+    silent_since: int = -1
 
 
 @quick
@@ -172,6 +180,7 @@ SCALARS = (
     "memory_headroom",
     "clipped_step_ratio",
     "clip_factor_mean",
+    "gradient_age",
     *MIXING,
 )
 LAYERED = ("layer_band", "depth", "residual_gain", "layer_outlier", "collapse")
@@ -273,7 +282,10 @@ def _look(
             steps = policy.norm_trend.short
             text = f"loss and gradient norm have been rising together for {steps} steps"
             _say(raised, "rising_together", text)
-    if rules.stale_grads.mode is not OFF:
+    age = scalars.get("gradient_age") if scalars else None
+    if age is not None and age < policy.stale_grads.window:
+        stale = StaleState()  # dropped since then: however they rise, they are not piling up
+    elif rules.stale_grads.mode is not OFF:
         there = [v for v in norms if v == v]
         stale, pile = stale_grads.observe(stale, there, policy.stale_grads)
         if pile.flagged:
@@ -346,16 +358,31 @@ def _layers(
         if alike:
             text = f"{len(alike)} block(s) make all tokens alike"
             _say(raised, "collapse", text, float(spread[alike[0]]), alike[:TOLD], steps=1)
+    norms, rms = columns.get(LAYER_GRAD_NORM), columns.get(LAYER_ACTIVATION_RMS)
+    if norms is not None and rules.layer_outlier.mode is not OFF:
+        if layers is None or layers.silent_since < 0:
+            layers = _listen(layers or Layers(), norms, step)
+        elif layers.silent:
+            left = layer_outlier.still(_rows(layers.silent), norms)
+            if 4 * len(left) < len(layers.silent):
+                layers = replace(layers, silent=left.astype("<i4").tobytes())
     if (
         layers is not None
         and layers.blocks
         and step - layers.looked >= min(LAYERS_EVERY, max(LAYERS_SOON, layers.looked))
     ):
-        norms, rms = columns.get(LAYER_GRAD_NORM), columns.get(LAYER_ACTIVATION_RMS)
         if norms is not None or rms is not None:
             layers = replace(layers, looked=step)
-            judged += _over_depth(layers, columns, policy, raised)
+            judged += _over_depth(layers, columns, step, policy, raised)
+            if norms is not None and 0 <= layers.silent_since <= step - SILENT:
+                layers = _listen(layers, norms, step)
     return layers, judged
+
+
+def _listen(layers: Layers, norms: Column, step: int) -> Layers:
+    """From now on: which of those that have no gradient at this step go on without one?"""
+    rows = np.flatnonzero(norms == 0).astype("<i4")
+    return replace(layers, silent=rows.tobytes(), silent_since=step)
 
 
 def _bands(
@@ -388,7 +415,11 @@ def _bands(
 
 
 def _over_depth(
-    layers: Layers, columns: Mapping[str, Column], policy: Policy, raised: list[Raised]
+    layers: Layers,
+    columns: Mapping[str, Column],
+    step: int,
+    policy: Policy,
+    raised: list[Raised],
 ) -> tuple[str, ...]:
     """Growth from block to block, and layers unlike their like."""
     judged: tuple[str, ...] = ()
@@ -408,7 +439,7 @@ def _over_depth(
     if rms is not None and rules.residual_gain.mode is not OFF:
         judged += ("residual_gain",)
         if 2 * len(rms) == len(layers.blocks):
-            blocks = _table(layers.blocks)
+            blocks = depth.compound(_table(layers.blocks))
             path = depth.gain(rms, blocks, policy.depth)
             if path.flagged:
                 text = (
@@ -420,15 +451,27 @@ def _over_depth(
     norms = columns.get(LAYER_GRAD_NORM)
     if norms is not None and rules.layer_outlier.mode is not OFF:
         judged += ("layer_outlier",)
-        if 2 * len(norms) == len(layers.roles):
-            odd = layer_outlier.judge(norms, _table(layers.roles), policy.layer_outlier)
-            which = (*odd.high, *odd.low)
-            if which:
-                text = (
+        if 2 * len(norms) == len(layers.roles) == len(layers.blocks):
+            roles, blocks = _table(layers.roles), _table(layers.blocks)
+            config = policy.layer_outlier
+            dead: tuple[int, ...] = ()
+            if layers.silent and step - layers.silent_since >= SILENT:
+                dead = layer_outlier.silent(_rows(layers.silent), norms, roles, blocks, config)
+            odd = layer_outlier.judge(norms, roles, config)
+            which = (*dead, *odd.high, *odd.low)
+            texts = []
+            if dead:
+                since = step - layers.silent_since
+                texts.append(f"{len(dead)} layer(s) have had no gradient for {since} steps")
+            if odd.high or odd.low:
+                texts.append(
                     f"the gradient norm of {len(odd.high)} layer(s) is far above, of "
                     f"{len(odd.low)} far below that of their like"
                 )
-                _say(raised, "layer_outlier", text, None, which[:TOLD], steps=1)
+            if texts:
+                # A long silence was counted step by step and needs no further looks.
+                steps = step - layers.silent_since if dead else 1
+                _say(raised, "layer_outlier", "; ".join(texts), None, which[:TOLD], steps)
     return judged
 
 
@@ -442,6 +485,10 @@ def _whole(column: Column) -> bytes:
     with np.errstate(invalid="ignore"):
         fits = (column >= 0) & (column < 2**15)
     return np.where(fits, column, _NONE).astype("<i2").tobytes()
+
+
+def _rows(data: bytes) -> npt.NDArray[np.int_]:
+    return np.frombuffer(data, "<i4").astype(np.int_)
 
 
 def _table(data: bytes) -> npt.NDArray[np.int_]:
@@ -484,7 +531,8 @@ ADVICE: Mapping[str, str] = {
     ),
     "layer_outlier": (
         "above: its scale or learning rate; below: it chokes the backward path, add a skip "
-        "connection or move the normalisation"
+        "connection or move the normalisation; none at all: a dead activation (ReLU), a detach, or "
+        "no optimizer holds it"
     ),
     "collapse": "another activation, normalisation or residual connection",
 }

@@ -73,6 +73,7 @@ class Build:
     qk_std: float = 0.05
     head_std: float = 0.1
     embed_std: float = 0.03
+    relu: bool = False  # instead of GELU
     half: bool = False  # the residual stream, and so its gradient, is fp16
     mixing: str = ""  # of 4 residual streams: "free" or "doubly stochastic"
 
@@ -107,7 +108,8 @@ class Block(nn.Module):
         return y + self.mlp(x + y)
 
     def mlp(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mlp_out(F.gelu(self.mlp_in(self.norm_2(x))))
+        active = F.relu if self.build.relu else F.gelu
+        out: Tensor = self.mlp_out(active(self.mlp_in(self.norm_2(x))))
         return out
 
     def mapping(self) -> Tensor:
@@ -361,6 +363,12 @@ def dead(t: int, loop: Loop) -> None:
         nn.init.constant_(loop.model.get_submodule("blocks.2.mlp_in").bias, -4.0)
 
 
+def dead_relu(t: int, loop: Loop) -> None:
+    """One block's hidden units are all below 0, where ReLU lets nothing through."""
+    if t == 0:
+        nn.init.constant_(loop.model.get_submodule("blocks.2.mlp_in").bias, -30.0)
+
+
 def shrink(t: int, loop: Loop) -> None:
     """The embedding's weight decay is far too strong: its gradient grows as it shrinks."""
     if t == 0:
@@ -418,7 +426,8 @@ BARE = replace(BASE, build=Build(norm=False))
 STREAMS = replace(BASE, build=Build(mixing="doubly stochastic"))
 HALF = replace(BASE, build=Build(half=True), scaler=True, steps=132)
 EPOCHS = replace(BASE, before=divided, rows=8, steps=196)
-EMBEDDED = replace(BASE, build=Build(embed_std=0.1), lr=1e-4, steps=260)
+EMBEDDED = replace(BASE, build=Build(embed_std=0.1), lr=1e-4, steps=500)
+RELU = replace(BASE, build=Build(relu=True), steps=260)
 
 SHORT_ROWS = replace(BASE, rows=32, length=9, steps=100)
 QK_NORM = replace(BASE, build=Build(qk_norm=True, qk_std=1.0))
@@ -431,6 +440,7 @@ CASES: tuple[Case, ...] = (
     case("residual_gain", "one block writes 3,000 x too much", BASE, before=loud_block),
     case("residual_mixing", "mappings without a bound", STREAMS, build=Build(mixing="free")),
     case("layer_outlier", "one layer far below: its activation is dead", LOOKS, before=dead),
+    case("layer_outlier", "one layer without a gradient: its ReLU is dead", RELU, before=dead_relu),
     case("layer_outlier", "one layer far above: its norm's gain x 100", LOOKS, before=loud_norm),
     case("layer_band", "one layer's weights x 100 at step 60", BASE, before=damaged),
     case("norm_trend", "weight decay shrinks the embedding", EMBEDDED, before=shrink),

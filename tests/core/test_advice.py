@@ -176,7 +176,7 @@ ILL: dict[str, Illness] = {
 def observation(t: int, seen: Seen, state: State) -> Observation:
     columns = {name: np.asarray(c, np.float32) for name, c in seen.pop("columns").items()}
     if columns and advice.wants_layers(state.stats.advice):
-        columns[LAYER_BLOCK] = (np.arange(L) // 2).astype(np.float32)
+        columns.setdefault(LAYER_BLOCK, (np.arange(L) // 2).astype(np.float32))
         columns[LAYER_ROLE] = (np.arange(L) % 2).astype(np.float32)
     return Observation(t, columns=columns, **seen)
 
@@ -409,6 +409,112 @@ def test_a_layer_that_was_out_long_ago_is_not_blamed() -> None:
     incident = incidents.find(state.ledger, INSTABILITY)
     assert incident is not None
     assert incident.layers == ()
+
+
+# ---------------------------------------------------------------- no gradient at all
+
+
+def silent(rows: list[int], since: int = 0, until: int = 10**6, value: float = 0.0) -> Illness:
+    """These layers have a gradient of `value` for some steps."""
+
+    def ill(t: int, seen: Seen, rng: np.random.Generator) -> None:
+        if since <= t < until:
+            seen["columns"][LAYER_GRAD_NORM][rows] = value
+
+    return ill
+
+
+def outliers(illness: Illness, steps: int) -> list[tuple[int, tuple[int, ...]]]:
+    _, decisions = trained(illness, 1, steps=steps)
+    return [(d.step, f.layers) for d in decisions for f in d.findings if f.key == "layer_outlier"]
+
+
+def test_a_layer_that_has_no_gradient_for_long_is_named() -> None:
+    assert outliers(silent([14]), 258) == [(256, (14,))], "dead from the start"
+    assert outliers(silent([14], since=150), 514) == [(512, (14,))], "dies"
+    assert outliers(silent([14, 31]), 258) == [(256, (31, 14))]
+    _, decisions = trained(silent([14]), 1, steps=258)
+    said = [f.summary for d in decisions for f in d.findings if f.key == "layer_outlier"]
+    assert said[0].startswith("1 layer(s) have had no gradient for 256 steps: ")
+
+
+def test_a_cut_path_is_named_from_the_cut_on_although_most_layers_are_below_it() -> None:
+    below = list(range(34))
+    ((step, layers),) = outliers(silent(below), 258)
+    assert (step, layers[:3]) == (256, (33, 32, 31))
+
+
+def test_no_gradient_for_a_while_or_in_a_part_that_is_not_in_use_says_nothing() -> None:
+    assert outliers(silent([14], until=250), 620) == [], "an expert, an adapter: it comes"
+    used = [0, 200, 400, 600]
+
+    def rarely(t: int, seen: Seen, rng: np.random.Generator) -> None:
+        if t not in used:
+            seen["columns"][LAYER_GRAD_NORM][14] = 0.0
+
+    assert outliers(rarely, 620) == []
+    assert outliers(silent([14], value=NOT_MEASURED), 620) == [], "frozen"
+    assert outliers(silent(list(range(L))), 620) == [], "all: the loss is another's business"
+    assert outliers(silent(list(range(0, L, 2))), 620) == [], "a whole role: what it is in is off"
+    # Most of a role, and what lies below them has gradients: heads of which few are in use.
+    assert outliers(silent(list(range(12, L, 2))), 620) == []
+
+
+def test_what_has_no_gradient_is_no_outlier_where_that_is_off_and_leaves_no_state() -> None:
+    off = Policy.from_dict({"rules": {"layer_outlier": {"mode": "off"}}})
+    state, _ = trained(silent([14]), 1, off, steps=300)
+    assert flags(state) == {}
+    assert state.stats.advice.layers is not None
+    assert state.stats.advice.layers.silent == b""
+
+
+# ---------------------------------------------------------------- what the trainer knows
+
+
+def aged(age: Callable[[int], float]) -> Illness:
+    """The norms pile up, or seem to, and the trainer says how old the gradients are."""
+
+    def ill(t: int, seen: Seen, rng: np.random.Generator) -> None:
+        stale_grads(t, seen, rng)
+        seen["scalars"]["gradient_age"] = age(t)
+
+    return ill
+
+
+def test_norms_that_rise_are_not_stale_gradients_where_these_were_dropped() -> None:
+    assert "stale_grads" in flags(trained(stale_grads, 1, steps=100)[0]), "nobody knows"
+    assert "stale_grads" in flags(trained(aged(lambda t: t + 1.0), 1, steps=100)[0])
+    assert "stale_grads" in flags(trained(aged(lambda t: math.nan), 1, steps=100)[0])
+    for fresh in (lambda t: 1.0, lambda t: t % 20 + 1.0):
+        assert "stale_grads" not in flags(trained(aged(fresh), 1, steps=200)[0])
+
+
+def test_a_norm_that_grows_out_of_a_small_start_while_the_loss_falls_is_no_trend() -> None:
+    def begins_small(t: int, seen: Seen, rng: np.random.Generator) -> None:
+        norm_trend(t, seen, rng)
+        seen["loss"] = 3.0 * 0.6 ** (t / 400) * math.exp(0.02 * rng.normal())
+
+    def stops_falling(t: int, seen: Seen, rng: np.random.Generator) -> None:
+        begins_small(t, seen, rng)
+        if t > 200:
+            seen["loss"] = 2.3 * math.exp(0.02 * rng.normal())
+
+    assert "norm_trend" not in flags(trained(begins_small, 1, steps=420)[0])
+    assert "norm_trend" in flags(trained(stops_falling, 1, steps=520)[0])
+
+
+def test_blocks_of_a_single_layer_have_no_residual_path_and_a_dead_one_amplifies_nothing() -> None:
+    def plain(t: int, seen: Seen, rng: np.random.Generator) -> None:
+        residual_gain(t, seen, rng)
+        if t == 0:
+            seen["columns"][LAYER_BLOCK] = np.arange(L)  # as in an MLP
+
+    def nearly_dead(t: int, seen: Seen, rng: np.random.Generator) -> None:
+        seen["columns"][LAYER_ACTIVATION_RMS][21] /= 430.0
+
+    assert "residual_gain" in flags(trained(residual_gain, 1, steps=140)[0])
+    assert "residual_gain" not in flags(trained(plain, 1, steps=140)[0])
+    assert "residual_gain" not in flags(trained(nearly_dead, 1, steps=140)[0])
 
 
 # ---------------------------------------------------------------- the state

@@ -64,6 +64,99 @@ def brute_force(table: LayerTable, model: nn.Module, scale: float = 1.0) -> list
     return found
 
 
+class Deep(nn.Module):
+    """Residual blocks; one may be dead, cut off, or not used."""
+
+    def __init__(self, blocks: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(blocks)
+        )
+        self.last = nn.Linear(4, 4)
+        self.cut = self.unused = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for i, block in enumerate(self.blocks):
+            if i != self.unused:
+                x = x + block(x)
+            x = x.detach() if i == self.cut else x
+        out: Tensor = self.last(x)
+        return out.square().mean()
+
+
+def columns_of(model: Deep, trained: Callable[[str], bool] = lambda name: True) -> dict[str, float]:
+    """The gradient norm of each layer as an observation has it, by name."""
+    named = [p for name, p in model.named_parameters() if trained(name)]
+    with sentinel_hooks.attach(
+        model=model,
+        optimizer=torch.optim.SGD(named, lr=1e-3),
+        sidecar=None,
+        record=False,
+        signals=sentinel_hooks.Signals(every=1),
+    ) as session:
+        observer = session._observer
+        model(torch.randn(8, 4)).backward()
+        seen = observer.alone(observer.measure(0, [0], None), 0, ())
+        names = [layer.name for layer in session.layers.layers]
+    return dict(zip(names, seen.columns["layer_grad_norm"].tolist(), strict=True))
+
+
+def test_a_gradient_of_0_is_told_from_one_that_was_not_to_be_expected() -> None:
+    def fewest(values: dict[str, float], at: float) -> set[str]:
+        return {name for name, value in values.items() if value == at}
+
+    torch.manual_seed(0)
+    assert fewest(columns_of(Deep()), 0.0) == fewest(columns_of(Deep()), -math.inf) == set()
+    dead = Deep()
+    nn.init.constant_(dead.blocks[2].get_submodule("0").bias, -100.0)
+    assert fewest(columns_of(dead), 0.0) == {"blocks.2.0"}
+    frozen = Deep()
+    frozen.blocks[2].requires_grad_(False)
+    seen = columns_of(frozen)
+    assert fewest(seen, -math.inf) == {"blocks.2.0", "blocks.2.2"}
+    assert fewest(seen, 0.0) == set()
+    unused = Deep()
+    unused.unused = 2
+    assert fewest(columns_of(unused), -math.inf) == {"blocks.2.0", "blocks.2.2"}
+    cut = Deep()
+    cut.cut = 1
+    seen = columns_of(cut)
+    assert fewest(seen, 0.0) == {f"blocks.{i}.{j}" for i in (0, 1) for j in (0, 2)}
+    assert fewest(seen, -math.inf) == {"first"}, "in no block: nobody knows where it lies"
+
+
+def test_a_layer_that_no_optimizer_holds_has_no_gradient_if_its_like_are_trained() -> None:
+    forgotten = {"blocks.3.0", "blocks.3.2"}
+    for left_out, zero in (
+        ("blocks.3", forgotten),
+        ("blocks.0", set()),  # whoever trains only what is next to the loss leaves out the bottom
+        ("blocks", set()),
+        ("last", set()),
+    ):
+        seen = columns_of(Deep(), lambda name, out=left_out: not name.startswith(out))  # type: ignore[misc]
+        assert {n for n, v in seen.items() if v == 0.0} == zero
+        rest = {n for n in seen if n.startswith(left_out)} - zero
+        assert {n for n, v in seen.items() if v == -math.inf} == rest
+    model = Deep()
+    model.blocks[3].requires_grad_(False)
+    seen = columns_of(model, lambda name: not name.startswith("blocks.3"))
+    assert {n for n, v in seen.items() if v == -math.inf} == forgotten
+
+
+def test_an_optimizer_that_takes_no_part_says_nothing_of_its_layers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    probe = GradProbe(optimizers, LayerTable.of([model]))
+    model(torch.randn(2, 4)).sum().backward()
+    for members, rows in (([0], [1.0, 0.0]), ([1], [0.0, 1.0]), ([0, 1], [1.0, 1.0])):
+        pending = probe.measure(members)
+        norms = probe.resolve(pending, read(pending.norms, [])[0])
+        assert norms is not None
+        assert norms.rows_L.tolist() == rows
+
+
 def test_every_layer_has_its_norm_and_tied_weights_count_once() -> None:
     torch.manual_seed(0)
     model = Odd()

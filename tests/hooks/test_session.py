@@ -121,6 +121,32 @@ def test_losses_of_micro_batches_are_summed_and_counted(tmp_path: Path) -> None:
     assert seen[0].lr == 3e-3
 
 
+@pytest.mark.parametrize("reads", ["now", "late"])
+def test_it_is_seen_for_how_many_steps_gradients_have_been_adding_up(
+    reads: str, tmp_path: Path
+) -> None:
+    def none(loop: Loop) -> None:
+        for p in loop.model.parameters():
+            p.grad = None
+
+    drops: dict[int, Callable[[Loop], None]] = {
+        1: lambda loop: loop.optimizer.zero_grad(),
+        2: lambda loop: loop.optimizer.zero_grad(set_to_none=False),
+        3: lambda loop: loop.model.zero_grad(),
+        4: none,
+        7: lambda loop: loop.optimizer.zero_grad(),
+    }
+    loop = Loop(tmp_path, lambda ps: torch.optim.SGD(ps, lr=1e-3, fused=True), reads=reads)
+    for t in range(10):
+        if t in drops:
+            drops[t](loop)
+        for _ in range(2):  # an accumulation is one step
+            loop.loss().backward()
+        loop.optimizer.step()
+    ages = [o.scalars["gradient_age"] for o in loop.observed()]
+    assert ages == [1, 1, 1, 1, 1, 2, 3, 1, 2, 3]
+
+
 def test_backwards_of_others_vector_roots_and_dropped_accumulations_are_no_losses(
     tmp_path: Path,
 ) -> None:

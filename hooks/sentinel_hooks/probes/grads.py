@@ -22,8 +22,13 @@ With several ranks each measures what lies on it (the local shard of a DTensor) 
 its share: a parameter that n ranks hold counts 1/n on each, so that sums over all ranks are right,
 whatever the number of ranks.
 
+A gradient of 0 and none at all are told apart by rows_L, which says whose gradient counts: those
+of layers that have one, if only of zeros. Of the others: a layer below all blocks that have some,
+for there the path is cut; and one that no optimizer holds, though they hold most of its like. Not
+those that are frozen, or that no forward has used.
+
 Shapes:  layer_sq_L float64 [L] in the order of the layer table, not yet reduced across ranks; a
-         layer without gradient counts 0, nan and inf pass through.
+         layer without gradient counts 0, nan and inf pass through. rows_L float64 [L], 0 or 1.
 Purity:  measure() does not wait for the device; resolve() only in the non-finite case.
 """
 
@@ -48,6 +53,7 @@ from sentinel_hooks.probes.packing import tensor_norms as tensor_norms
 Float64 = npt.NDArray[np.float64]
 
 CHECKED = 1 << 22  # elements that the self-check computes again, once
+ROWS = "gradient_rows"  # what rows_L is called among the parts that ranks add up
 _GRAD = operator.attrgetter("grad")
 _VERSION = operator.attrgetter("_version")
 _NONE = type(None)
@@ -64,6 +70,7 @@ class Member:
     groups: list[list[Tensor]]  # as they were, held so that no identity is used again
     share_P: Float64 | None = None  # of each square that is this rank's; None: one process
     sharded: bool = False  # some are DTensors, be it on a mesh of one
+    have: list[int] | None = None  # which of them had a gradient when last measured; None: all
     packed: _Packed | None = None  # how they were measured last
     where: _Where | None = None  # where the last clips had them
 
@@ -110,6 +117,7 @@ class PendingNorms:
         places: which of `grads` each norm is of.
         again: of a member whose gradients were written after the clip: which vectors are the
             clip's, and which were taken at the gate.
+        rows_L: see the module docstring.
     """
 
     norms: list[Tensor]
@@ -119,6 +127,7 @@ class PendingNorms:
     places: list[npt.NDArray[np.intp] | None]
     scales: list[float | None]
     again: list[tuple[range, range]] = field(default_factory=list)
+    rows_L: Float64 | None = None
 
     def add(
         self,
@@ -164,6 +173,7 @@ class Norms:
 
     total_sq: float
     layer_sq_L: Float64
+    rows_L: Float64
 
 
 class GradProbe:
@@ -182,6 +192,9 @@ class GradProbe:
         self._clips_seen = 0  # rises whenever they change
         self.members = [Member(o, [], np.empty(0, np.intp), []) for o in optimizers]
         self.unlisted = 0
+        self._block_L = np.array([-1 if x.block is None else x.block for x in table.layers], int)
+        self._forgotten: dict[int, list[nn.Parameter]] = {}
+        self._rows: tuple[object, Float64] | None = None  # what they were for, and they
         self.refresh()
 
     def refresh(self) -> None:
@@ -212,6 +225,8 @@ class GradProbe:
             if self._world > 1:
                 member.share_P = np.array([share(p, self._world) for p in fresh])
             member.groups = [list(g["params"]) for g in member.optimizer.param_groups]
+        self._forgotten = self._table.forgotten(seen)
+        self._rows = None
 
     # -- the user's clip ---------------------------------------------------------------------
 
@@ -353,13 +368,40 @@ class GradProbe:
             exact = self._clipped_exactly(member.parameters)
             if exact is not None:
                 pending.add(exact, member.layer_P, member.share_P)
+                member.have = None  # a clip leaves out those without
             else:
                 self._add_measured(pending, member, scale, clips=bool(self._clips))
             if again:
                 then = len(pending.norms)
                 self._add_measured(pending, member, scale, clips=False)
                 pending.again.append((range(first, then), range(then, len(pending.norms))))
+        pending.rows_L = self._whose(members)
         return pending
+
+    def _whose(self, members: Sequence[int]) -> Float64:
+        """rows_L of what was just measured; hardly ever another than in the step before."""
+        forgotten = [
+            row for row, own in self._forgotten.items() if any(p.requires_grad for p in own)
+        ]
+        key = ([(m, self.members[m].have) for m in members], forgotten)
+        if self._rows is not None and self._rows[0] == key:
+            return self._rows[1]
+        made, idle = np.zeros((2, len(self._table) + 1), bool)
+        for member in (self.members[m] for m in members):
+            have = member.have
+            made[member.layer_P if have is None else member.layer_P[have]] = True
+            if have is not None:
+                wanting = [i for i, p in enumerate(member.parameters) if p.requires_grad]
+                idle[member.layer_P[wanting]] = True
+        made, idle = made[:-1], idle[:-1]
+        depth_L = self._block_L
+        reached = depth_L[made & (depth_L >= 0)]
+        if reached.size:
+            made |= idle & (depth_L >= 0) & (depth_L < reached.min())
+        made[forgotten] = True
+        rows_L = made.astype(np.float64)
+        self._rows = (key, rows_L)
+        return rows_L
 
     def _add_measured(
         self, pending: PendingNorms, member: Member, scale: float | None, *, clips: bool
@@ -371,6 +413,7 @@ class GradProbe:
         if _NONE in kinds:
             kinds.discard(_NONE)
             have = [i for i, g in enumerate(grads) if g is not None]
+        member.have = have
         if clips and kinds:
             have = self._add_clipped(pending, member, have)
         if have is not None:
@@ -442,7 +485,10 @@ class GradProbe:
             layer_sq_L += np.bincount(
                 pending.layers[i], weights=sq_P, minlength=len(self._table) + 1
             )
-        return Norms(total_sq, layer_sq_L[:-1])
+        rows_L = pending.rows_L
+        if rows_L is None:  # not of measure()
+            rows_L = np.ones(len(self._table))
+        return Norms(total_sq, layer_sq_L[:-1], rows_L)
 
 
 def _stamp(tensors: Sequence[Tensor]) -> Stamp:

@@ -24,6 +24,7 @@ from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes.activations import ActivationProbe
 from sentinel_hooks.probes.attention import AttentionProbe
 from sentinel_hooks.probes.clipping import ClipProbe
+from sentinel_hooks.probes.grads import ROWS
 from sentinel_hooks.probes.memory import MemoryProbe
 from sentinel_hooks.probes.mixing import MixingProbe
 from sentinel_hooks.probes.pace import PaceProbe
@@ -51,6 +52,8 @@ def part_names(signals: Signals) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Parts that add up over ranks, and parts of which the largest counts, by name."""
     chosen = [kind.combine for name, kind in _KINDS.items() if getattr(signals, name)]
     named = {name: combine for each in chosen for name, combine in each.items()}
+    if signals.layer_grad_norm:
+        named[ROWS] = Combine.SUM
     sums = tuple(sorted(n for n, c in named.items() if c is Combine.SUM))
     return sums, tuple(sorted(n for n, c in named.items() if c is Combine.MAX))
 

@@ -13,6 +13,8 @@ A step that was held back, or that nothing moved, has no ratio. A layer whose pa
 optimizer holds has none either; one that is held and did not move (a rate of 0) has 0. Weights that
 were exactly 0 (adapters, projections that start at zero) have none for the next 100 steps: until
 then they are the sum of a few updates, and move by large shares of themselves in perfect health.
+So do weights that start next to 0, as LayerScale does: those whose RMS is at first below 1/100 of
+the median of all layers have none for the first 100 steps that they are watched.
 Complex parameters count with their magnitudes; whole numbers are no parameters that step.
 
 Shapes:  columns float32 [L].
@@ -28,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +39,8 @@ from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes.packing import SMALL, Packing
 from sentinel_hooks.probes.probe import Combine, Float64, Parts, Quiet, Unseen, column
 
-GROWING = 100  # steps in which weights that were 0 have no ratio
+GROWING = 100  # steps in which weights that were 0, or next to it, have no ratio
+TINY = 100.0  # below the median RMS of all layers: LayerScale's 1e-4 is, an init of 0.02 is not
 UPDATE, WEIGHT, HELD = "update_squares", "weight_squares", "weight_held"
 
 
@@ -78,6 +82,8 @@ class UpdateProbe(Quiet):
         self._trouble = ""
         self._step = 0
         self._grown = np.zeros(len(table), np.intp)  # the step from which a row has a ratio
+        self._known = np.zeros(len(table), bool)  # rows whose start was seen
+        self._elements = np.array([layer.parameters for layer in table.layers], float)
 
     def before_step(self, step: int) -> None:
         """Copy the weights, if this step is sampled."""
@@ -134,13 +140,17 @@ class UpdateProbe(Quiet):
         return {UPDATE: update[:-1], WEIGHT: weight[:-1], HELD: held[:-1]}
 
     def finish(self, parts: Parts) -> dict[str, Column]:
-        """Ratio and weight norm; weights that were exactly 0 have no ratio for some steps."""
+        """Ratio and weight norm; weights that were 0, or next to it, have no ratio at first."""
         if UPDATE not in parts:
             return {}
         held, weight = parts[HELD] == 1.0, np.sqrt(parts[WEIGHT])
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.sqrt(parts[UPDATE]) / weight
-        self._grown[held & (weight == 0.0)] = self._step + GROWING
+        growing = held & (weight == 0.0)
+        if not self._known[held].all():
+            growing |= held & ~self._known & self._tiny(weight, held)
+            self._known |= held
+        self._grown[growing] = self._step + GROWING
         ratio = np.where(held & (self._grown <= self._step), ratio, NOT_MEASURED)
         columns = {}
         for name, values in (
@@ -151,6 +161,16 @@ class UpdateProbe(Quiet):
             if found is not None:
                 columns[name] = found
         return columns
+
+    def _tiny(self, weight: Float64, held: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Rows of elements far smaller than those of the others."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rms = weight / np.sqrt(self._elements)  # a lazy layer has no elements yet: inf or nan
+        usual = rms[held & np.isfinite(rms) & (rms > 0.0)]
+        if not usual.size:
+            return np.zeros(len(rms), bool)
+        tiny: npt.NDArray[np.bool_] = rms * TINY < np.median(usual)
+        return tiny
 
     def blind_spots(self) -> list[Unseen]:
         """Sampling was given up."""

@@ -1,7 +1,7 @@
 """Depth detector: does a signal grow, or die, from block to block?
 
     judge(column, blocks, config) -> DepthReading(rho, total, flagged)
-    gain(rms, blocks, config) -> GainReading(product, worst, block, flagged)
+    gain(rms, compound(blocks), config) -> GainReading(product, worst, block, flagged)
     mixing_gain(mappings) -> (forward, backward)
 
 If each block multiplies gradients or activations by rho, L blocks multiply them by rho^L: 1.1^100
@@ -12,7 +12,10 @@ or a missing norm.
 
 The gain of the residual path is RMS out over RMS in of each block, and its product over the depth:
 it sees one block that amplifies by itself, which tilts no slope unless it lies in the middle. What
-the first block gets is not measured, so its own gain is not known.
+the first block gets is not measured, so its own gain is not known. What a block gets counts as the
+largest RMS before it: a residual path does not fall by orders of magnitude, and where a dead layer
+feeds a healthy one, the one that comes back to its level amplifies nothing. A block that is a
+single layer has no such path at all: compound() leaves it out.
 
 In models that mix several residual streams (hyper-connections) the gain is the largest absolute row
 sum (forward) and column sum (backward) of the product of all mappings: 1 is ideal.
@@ -122,18 +125,24 @@ def judge(column: Column, blocks: Blocks, config: DepthConfig) -> DepthReading:
 
 
 def gain(rms: Column, blocks: Blocks, config: DepthConfig) -> GainReading:
-    """RMS of each block over that of the one before; what is 0 or not finite is left out."""
+    """RMS of each block over the largest before it; what is 0 or not finite is left out."""
     values = per_block(rms, blocks)
     place = np.flatnonzero(np.isfinite(values) & (values > 0))
     if len(place) < 2:
         return _NO_GAIN
     kept = values[place]
-    steps = kept[1:] / kept[:-1]
+    steps = kept[1:] / np.maximum.accumulate(kept)[:-1]
     at = int(steps.argmax())
     inside = np.unique(blocks[(blocks >= 0) & (rms != NOT_MEASURED)])
     product, worst = float(kept[-1] / kept[0]), float(steps[at])
     flagged = max(product, worst) >= config.gain
     return GainReading(product, worst, int(inside[place[at + 1]]), flagged)
+
+
+def compound(blocks: Blocks) -> Blocks:
+    """The blocks of more than one layer; the others are none."""
+    layers = np.bincount(blocks[blocks >= 0], minlength=1)
+    return np.where((blocks >= 0) & (layers[blocks] > 1), blocks, -1)
 
 
 def mixing_gain(mappings: Sequence[Matrix]) -> tuple[float, float]:

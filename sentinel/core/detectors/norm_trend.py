@@ -6,8 +6,12 @@ Takes the (norm, loss) of the steps since it was last asked, one or many, and ju
 newest.
 
 Steadily: the medians of `segments` segments of `length` steps each rise from one to the next, all
-but one of them, and the last is `factor` times the first. A single spike moves no median. The
-reading behind it: init variance too large, a normalisation missing.
+but one of them, and the last is `factor` times the first, of which the newer half has its share;
+and the loss has not fallen by `loss_fall` of itself from the first segment to the last. A single
+spike moves no median. A norm that grows out of a small start is healthy: with embeddings and plain
+deep networks the loss falls fast meanwhile, with adapters that begin at 0 the norm soon stays where
+it is. One that is ill still rises when the loss has slowed down. The reading behind it: init
+variance too large, a normalisation missing.
 
 Together: within the last `short` steps the median of the newer half is above that of the older one
 for both, by `loss_rise` and `norm_rise`; and that of the loss is above every loss of the older half
@@ -41,6 +45,7 @@ class TrendConfig:
     segments: int = 8
     length: int = 32
     factor: float = 2.0
+    loss_fall: float = 0.1
     short: int = 16
     loss_rise: float = 0.02
     norm_rise: float = 0.25
@@ -51,6 +56,7 @@ class TrendConfig:
             segments=(self.segments, 4, 64),
             length=(self.length, 4, 4096),
             factor=(self.factor, 1.0, 1e6),
+            loss_fall=(self.loss_fall, 0.0, 10.0),
             short=(self.short, 8, 512),
             loss_rise=(self.loss_rise, 0.0, 10.0),
             norm_rise=(self.norm_rise, 0.0, 100.0),
@@ -59,15 +65,18 @@ class TrendConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrendState:
-    """Medians of whole segments, the norms of the one that is being filled, the last pairs.
+    """Medians of whole segments, what the one that is being filled has, the last pairs.
 
     Attributes:
+        loss_medians, loss_filling: None where none was measured.
         losses, norms: the last `short` pairs; of the losses those of `BEFORE` times as many steps
             before them too.
     """
 
     medians: tuple[float, ...] = ()
+    loss_medians: tuple[float | None, ...] = ()
     filling: tuple[float, ...] = ()
+    loss_filling: tuple[float | None, ...] = ()
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
 
@@ -88,10 +97,13 @@ def observe(
     if not pairs:
         return state, TrendReading()
     medians, filling = state.medians, [*state.filling, *[norm for norm, _ in pairs]]
+    levels, beside = state.loss_medians, [*state.loss_filling, *[loss for _, loss in pairs]]
     length = config.length
     while len(filling) >= length:
         medians = (*medians, median(sorted(filling[:length])))[-config.segments :]
-        filling = filling[length:]
+        known = sorted([loss for loss in beside[:length] if loss is not None])
+        levels = (*levels, median(known) if known else None)[-config.segments :]
+        filling, beside = filling[length:], beside[length:]
     both = [(loss, norm) for norm, loss in pairs if loss is not None]
     losses = (*state.losses, *[loss for loss, _ in both])[-(1 + BEFORE) * config.short :]
     norms = (*state.norms, *[norm for _, norm in both])[-config.short :]
@@ -100,14 +112,27 @@ def observe(
         ratio = medians[-1] / medians[0]
         if ratio >= config.factor:
             ups = sum(b > a for a, b in itertools.pairwise(medians))
-            rising = ups >= config.segments - 2
+            half = config.segments // 2
+            late = config.factor ** (1.0 - half / (config.segments - 1.0))
+            rising = (
+                ups >= config.segments - 2
+                and medians[-1] >= late * medians[half]
+                and not _fallen(levels, config.loss_fall)
+            )
     together = (
         len(norms) == config.short
         and _rise(norms) >= config.norm_rise
         and _rise(losses[-config.short :]) >= config.loss_rise
         and _is_high(losses, config.short)
     )
-    return TrendState(medians, tuple(filling), losses, norms), TrendReading(rising, ratio, together)
+    following = TrendState(medians, levels, tuple(filling), tuple(beside), losses, norms)
+    return following, TrendReading(rising, ratio, together)
+
+
+def _fallen(levels: tuple[float | None, ...], share: float) -> bool:
+    """The last level is that much of the first below it; what was not measured has not fallen."""
+    first, last = levels[0], levels[-1]
+    return first is not None and last is not None and first - last > share * abs(first)
 
 
 def _is_high(losses: tuple[float, ...], short: int) -> bool:

@@ -278,7 +278,7 @@ def test_layers_of_a_block_count_together_and_those_outside_do_not() -> None:
 def test_the_gain_names_the_block_and_needs_two() -> None:
     config = depth.DepthConfig(gain=100.0)
     rms, blocks = f32([9.0, NOT_MEASURED, 2.0, 4.0, math.nan, 3.0, 7.0]), np.arange(-1, 6)
-    assert depth.gain(rms, blocks, config) == depth.GainReading(3.5, 7.0 / 3.0, 5, False)
+    assert depth.gain(rms, blocks, config) == depth.GainReading(3.5, 2.0, 2, False)
     rms[3] = 300.0
     assert depth.gain(rms, blocks, config) == depth.GainReading(3.5, 150.0, 2, True)
     late = f32([1.0] * 20 + [200.0] * 4)
@@ -290,6 +290,73 @@ def test_the_gain_names_the_block_and_needs_two() -> None:
         assert depth.gain(f32(few), np.arange(len(few)), config) == depth.gain(
             f32([1.0]), np.arange(1), config
         )
+
+
+def test_a_layer_that_is_nearly_dead_is_not_amplified_by_the_one_after_it() -> None:
+    config = depth.DepthConfig(gain=100.0)
+    found = depth.gain(f32([1.0, 0.002, 0.9, 1.0]), np.arange(4), config)
+    assert (found.flagged, found.worst) == (False, 1.0)
+    assert depth.compound(np.array([-1, 0, 1, 1, 2, 3, 3])).tolist() == [-1, -1, 1, 1, -1, 3, 3]
+    assert depth.compound(np.array([-1, -1])).tolist() == [-1, -1]
+
+
+def test_a_norm_may_rise_for_as_long_as_the_loss_falls_with_it() -> None:
+    config = norm_trend.TrendConfig()
+
+    def rises(loss: Callable[[int], float | None]) -> bool:
+        series = [(2.0 ** (t / 128), loss(t)) for t in range(256)]
+        state = norm_trend.TrendState()
+        return norm_trend.observe(state, series, config)[1].rising
+
+    assert rises(lambda t: None), "nothing is known of the loss"
+    assert rises(lambda t: 2.0)
+    assert rises(lambda t: 2.0 - 0.1 * t / 256), "by less than a tenth"
+    assert not rises(lambda t: 2.0 - 0.4 * t / 256)
+    assert not rises(lambda t: -2.0 - 0.4 * t / 256), "of a likelihood"
+    assert rises(lambda t: -2.0 + 0.4 * t / 256)
+    assert rises(lambda t: 0.0)
+
+
+def test_a_norm_that_jumped_once_and_creeps_on_is_no_trend() -> None:
+    """As an adapter's does, half of which has no gradient until the other half has moved."""
+    levels = [0.196, 0.316, 0.349, 0.35, 0.365, 0.37, 0.38, 0.397]
+    config, state = norm_trend.TrendConfig(), norm_trend.TrendState()
+    creeping = [(v, 2.5) for v in levels for _ in range(config.length)]
+    _, seen = norm_trend.observe(state, creeping, config)
+    assert (seen.rising, seen.ratio > config.factor) == (False, True)
+    even = [(0.196 * 2.1 ** (i / 7), 2.5) for i in range(8) for _ in range(config.length)]
+    assert norm_trend.observe(state, even, config)[1].rising
+
+
+def test_of_the_layers_without_gradient_those_that_say_something_are_named() -> None:
+    config, blocks = layer_outlier.OutlierConfig(), np.repeat(np.arange(4), 2)
+    roles = np.tile([0, 1], 4)
+
+    def named(dead: list[int], **other: Any) -> tuple[int, ...]:
+        column = f32(np.ones(8))
+        column[dead] = 0.0
+        given = {"roles": roles, "blocks": blocks} | other
+        return layer_outlier.silent(np.array(dead, int), column, config=config, **given)
+
+    assert named([4]) == (4,)
+    assert named([2, 5]) == (5, 2)
+    assert named([0, 1, 2, 3]) == (3, 2, 1, 0), "all below block 2"
+    assert named([2, 4, 6]) == (), "most of a role, above one that has a gradient"
+    assert named([0, 2, 4, 6]) == (), "all of a role"
+    assert named(list(range(8))) == ()
+    assert named([]) == ()
+    nothing = np.full(8, -1)
+    assert named([4], roles=nothing) == ()
+    assert named([0, 1, 2, 3], blocks=nothing) == ()
+    few = f32([1.0, 0.0, 1.0])
+    assert (
+        layer_outlier.silent(np.array([1]), few, np.zeros(3, int), np.full(3, -1), config) == ()
+    ), "three are no role"
+
+
+def test_rows_stay_silent_while_they_are_0_or_not_measured() -> None:
+    column = f32([0.0, 1.0, NOT_MEASURED, math.nan, math.inf, 1e-30])
+    assert layer_outlier.still(np.arange(9), column).tolist() == [0, 2]
 
 
 def test_mixing_gain_is_that_of_the_product() -> None:

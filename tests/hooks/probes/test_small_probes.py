@@ -207,6 +207,43 @@ def test_layers_that_start_at_zero_have_a_ratio_when_they_have_grown() -> None:
     assert not any(flagged)
 
 
+@pytest.mark.parametrize(("start", "ill"), [(1e-6, False), (1e-4, False), (0.01, True)])
+def test_weights_that_start_next_to_0_have_no_ratio_until_they_have_grown(
+    start: float, ill: bool
+) -> None:
+    """As LayerScale's do; a layer of the usual size that moves too fast is seen at once."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.gamma = nn.Parameter(torch.full((8,), start))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.gamma * self.inner(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), *[Scaled() for _ in range(2)], nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    table = LayerTable.of([model])
+    probe = UpdateProbe([optimizer], table, every=1)
+    rows = [i for i, layer in enumerate(table.layers) if layer.kind == "Scaled"]
+    odd: list[tuple[int, ...]] = []
+    for step in range(115):
+        optimizer.zero_grad()
+        model(torch.randn(16, 6)).square().sum().backward()
+        probe.before_step(step)
+        columns = resolve(probe, read(probe.pending(), [])[0])
+        if step:
+            ratio = columns[LAYER_UPDATE_RATIO]
+            assert (ratio[rows] == NOT_MEASURED).all() == (not ill and step <= 100), step
+            odd.append(update_ratio.judge(ratio, update_ratio.UpdateRatioConfig()))
+        optimizer.step()
+        probe.after_step(True)
+    assert bool(odd[0]) == ill
+    assert not any(odd[100:])
+
+
 def test_shares_make_replicas_count_once() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
