@@ -299,7 +299,7 @@ def _status(run: dict[str, Any]) -> list[str]:
     if ledger:
         counters = ledger["counters"]
         row("skipped", _counts(counters["skipped"]))
-        row("rolled back", _counts(counters["rollbacks"]))
+        row("rolled back", _rollbacks(counters["rollbacks"]))
         row("lost steps", number(counters["lost_steps"]))
     elif run.get("skipped") is not None:  # the record does not say more
         row("skipped", number(run["skipped"]) if run["skipped"] else "none")
@@ -414,6 +414,21 @@ def _counts(pairs: list[list[Any]]) -> str:
     return f"{number(total)}   ({told})"
 
 
+def _rollbacks(pairs: list[list[Any]]) -> str:
+    """Those that were done, and how many were due and were not."""
+    done = [[key.removesuffix("/restored"), n] for key, n in pairs if key.endswith("/restored")]
+    vain = sum(n for key, n in pairs if not key.endswith("/restored"))
+    said = _counts(done)
+    if not vain:
+        return said
+    why = ", ".join(
+        f"{text(key).replace('/', ' ')} {number(n)}"
+        for key, n in pairs
+        if not key.endswith("/restored")
+    )
+    return f"{said}; {number(vain)} could not be done   ({why})"
+
+
 def _order(order: dict[str, Any]) -> str:
     command = order["command"]
     said: str = words.ORDERS.get(command["kind"], command["kind"])
@@ -423,7 +438,5 @@ def _order(order: dict[str, Any]) -> str:
         said += f" to step {steps(command['target'])}"
     elif command["kind"] == "ack":
         said = f"acknowledge incident {command['target']}"
-    said += f": {words.ORDER_STATES.get(order['state'], order['state'])}"
-    if order["taken_step"] is not None:
-        said += f" at step {steps(order['taken_step'])}"
+    said += f": {words.order_state(order)}"
     return said + (f", by {text(command['issued_by'])}" if command["issued_by"] else "")

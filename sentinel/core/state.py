@@ -24,7 +24,7 @@ from sentinel.core.types import IncidentState, Severity, Verdict
 
 # Part of the protocol: a sidecar may decide only for a trainer with the same engine version.
 # Raise it with every change that can change a decision or the state's layout.
-ENGINE_VERSION = 5
+ENGINE_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,9 @@ class Incident:
         key: what it is about: `instability`, `level_shift`, or a flag's name.
         latched: stays firing until a person acknowledges it.
         steps: troubled steps in it.
-        actions: (step, action name, rule) of what was done, oldest first, at most 64.
+        actions: (step, action name, rule) of what was done, oldest first, at most 64; a rollback
+            that restored nothing is `rollback_failed`. Of more than 64, (step, "left_out", "N")
+            stands where N, up to that step, were left out.
     """
 
     number: int

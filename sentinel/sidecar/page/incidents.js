@@ -7,12 +7,15 @@ import { badge, confirmDialog, nameField, unknown } from "/assets/parts.js";
 import { guide } from "/assets/todo.js";
 import { INCIDENT_STATES, SEVERITIES, deeds, step, title } from "/assets/words.js";
 
-const AT_FIRST = 6;
+const AT_FIRST = 6, DEEDS = 8;
 const GRAVITY = { critical: 0, warning: 1, info: 2 };
 
 const over = (i) => i.state === "resolved";
 const idOf = (i) => `${i.number}-${i.opened}`;
 const nameOf = (i) => { const { name } = guide(i); return name ? `${title(i.key)}: ${name}` : title(i.key); };
+
+// How it began, and the newest.
+const briefly = (done) => (done.length <= DEEDS ? done : [done[0], `… ${done.length - DEEDS} lines left out`, ...done.slice(1 - DEEDS)]);
 
 export class Incidents {
   // show: {steps(incident), layer(incident, name)}
@@ -154,7 +157,7 @@ export class Incidents {
       layers.length ? h("p", {}, i.key === "instability" ? "First out of its own band: " : layers.length === 1 ? "Layer: " : "Layers: ",
         layers.slice(0, 8).map((layer, n) => [n ? ", " : "", h("button", { type: "button", class: "link", "data-key": `layer-${id}-${layer}`, onclick: () => { const now = this.#current(id); if (now) { this.unfolded.set(id, true); this.show.layer(now, layer); } } }, layer)]),
         layers.length > 8 ? ` and ${layers.length - 8} more` : "") : null,
-      done.length ? h("div", {}, "What was done:", h("ul", {}, done.slice(-8).map((text) => h("li", {}, text)))) : which === "acted" ? h("p", {}, "Nothing was done.") : null,
+      done.length ? h("div", {}, "What was done:", h("ul", {}, briefly(done).map((text) => h("li", {}, text)))) : which === "acted" ? h("p", {}, "Nothing was done.") : null,
       h("div", { class: `note todo${which === "acted" && !over(i) ? " warn" : ""}` },
         h("p", {}, help.means),
         help.steps.length ? [h("h4", {}, "What to do"), h(help.steps.length > 1 ? "ol" : "ul", {}, help.steps.map((text) => h("li", {}, link(text))))] : null,

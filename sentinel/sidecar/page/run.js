@@ -72,6 +72,7 @@ export class RunView {
 
   event(kind, data) {
     if (kind === "run" && COMES_BACK[data?.what]) say(COMES_BACK[data.what]);
+    if (kind === "restored" && data) this.targets.clear();
     // What changes the past of the curve is shown at once; plain steps can wait their turn.
     if (kind !== "steps") this.seriesAt = 0;
   }
@@ -103,6 +104,7 @@ export class RunView {
   // Where rollbacks went to: asked for when there is one of which it is not known.
   async #whereTo() {
     const at = this.incidents.flatMap((i) => (i.actions ?? []).filter(([, action]) => action === "rollback").map(([step]) => step));
+    if (Number.isInteger(this.about.ledger?.pending_restore)) return; // what will be restored is not known yet
     if (at.every((step) => this.targets.has(step))) return;
     const told = await ask(runPath(this.name, "/decisions")).catch(() => null);
     for (const one of told?.decisions ?? []) {

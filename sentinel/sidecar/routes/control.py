@@ -371,6 +371,7 @@ def _shown(run: Run, order: Order, recorded: bool, now: float, warning: str) -> 
         "recorded": recorded,
         "run_state": run.run_state,
         "detail": _prospect(run, order, now),
+        "result": order.detail,
         "warning": warning,
     }
 
@@ -379,7 +380,14 @@ def _prospect(run: Run, order: Order, now: float) -> str:
     """What is to be expected of an order, in one sentence."""
     match order.state:
         case "taken":
-            return "the trainer has obeyed"
+            said = f": {order.detail}" if order.detail else ""
+            return f"the trainer has obeyed{said}"
+        case "restoring":
+            return "the trainer has taken it and has not restored the snapshot yet"
+        case "superseded":
+            return f"not carried out: {order.detail}"
+        case "failed":
+            return f"it failed: {order.detail}"
         case "expired":
             return "it has expired and was never acted on; a new order needs a new id"
     until = datetime.fromtimestamp(order.expires, UTC).strftime("%H:%M:%S UTC")
