@@ -2,7 +2,7 @@
 
     sentinel command r7 pause | resume | skip | rollback [--to STEP] | scale-lr 0.5 | halt
     sentinel ack r7:3                       the incident that `sentinel incidents` calls r7:3
-    sentinel silence r7:3 --for 2h          nobody is paged about it
+    sentinel silence r7:3 --for 2h          shown as silenced; says how to silence its alerts
 
 An order is carried out at the next step that hears of it, once: sending it again with the same --id
 changes nothing. `command` waits a little to tell what became of it.
@@ -75,7 +75,9 @@ def add_parsers(subparsers: Subparsers) -> None:
     _incident(parser)
     parser.set_defaults(run=ack)
 
-    parser = subparsers.add_parser("silence", help="stop paging about an incident for a while")
+    parser = subparsers.add_parser(
+        "silence", help="show an incident as silenced; says how to silence its alerts"
+    )
     _incident(parser)
     parser.add_argument(
         "--for",

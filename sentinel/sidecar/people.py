@@ -374,7 +374,7 @@ class People:
         return "noted; the trainer ends it with its next step"
 
     async def silence(self, incident: Known, until: float | None, by: str) -> bool:
-        """Nobody is paged about it until then; None ends a silence.
+        """It is shown as silenced until then; None ends a silence. No alert knows of it.
 
         Returns:
             Whether it is in the database already.

@@ -184,7 +184,7 @@ export class Incidents {
     const input = h("select", {}, [[1800, "30 minutes"], [7200, "2 hours"], [28800, "8 hours"], [86400, "a day"]].map(([s, text]) => h("option", { value: s }, text)));
     confirmDialog({
       title: `Silence incident ${incident.number}?`, button: "Silence",
-      text: "Nobody is paged about it for that long. Sentinel goes on acting.",
+      text: ["It is shown as silenced to everybody for that long. Sentinel goes on acting.", "Alerts are of a run and go on: silence them in Alertmanager or Grafana, by the label run."],
       fields: [{ name: "for_s", label: "For", input }, nameField()],
       act: async ({ for_s, by }) => {
         await ask(`/v1/incidents/${encodeURIComponent(name)}/silence`, { method: "POST", body: { for_s: Number(for_s), by } });
