@@ -106,9 +106,10 @@ def status(options: argparse.Namespace) -> int:
 def list_incidents(options: argparse.Namespace) -> int:
     """Carry `sentinel incidents` out."""
     with Remote(options) as sidecar:
-        names = (
-            [options.name] if options.name else [r["run"] for r in sidecar.get("/v1/runs")["runs"]]
-        )
+        listed = [] if options.name else sidecar.get("/v1/runs")["runs"]
+        # Of one that has none open, nothing is to be asked: there may be a thousand.
+        asked = [r["run"] for r in listed if options.all or r.get("open_incidents") != 0]
+        names = [options.name] if options.name else asked
         found: list[tuple[str, Any, list[str]]] = []
         targets: dict[str, dict[int, int]] = {}
         lacking: dict[str, str] = {}
@@ -123,8 +124,8 @@ def list_incidents(options: argparse.Namespace) -> int:
                     found.append((name, incident, run["layers"]))
     missing = {name: why for name, why in lacking.items() if why and options.all}
     if options.json:
-        listed = [{"run": name, **i} for name, i, _ in found]
-        return _print_json({"incidents": listed, "not_listed": missing})
+        told = [{"run": name, **i} for name, i, _ in found]
+        return _print_json({"incidents": told, "not_listed": missing})
     if not found and not missing:
         print(
             "no incidents"
@@ -133,8 +134,8 @@ def list_incidents(options: argparse.Namespace) -> int:
         )
         return 0
     for name, incident, layers in found:
-        told = words.incident_lines(incident, layers, name, targets[name])
-        print("\n".join(words.wrapped(told)))
+        lines = words.incident_lines(incident, layers, name, targets[name])
+        print("\n".join(words.wrapped(lines)))
     for name, why in missing.items():
         print("\n".join(words.wrapped([f"{text(name)}: {why}"])))
     return 0
