@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import http.server
 import io
 import json
 import socket
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from sentinel.cli import look, words
+from sentinel.cli import look, remote, words
 from sentinel.cli import main as cli
 from sentinel.client import Client
 from sentinel.sidecar.app import create_app
@@ -499,3 +501,85 @@ def test_a_long_incident_is_shown_with_its_beginning_and_its_end() -> None:
     assert shown[0].strip() == done[0]
     assert shown[1].strip() == "... 10 lines left out: --json has them"
     assert [line.strip() for line in shown[2:]] == done[-7:]
+
+
+def test_many_runs_are_asked_about_only_where_something_is_open_and_a_refusal_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [{"run": f"x{n:04d}", "open_incidents": 0} for n in range(1000)]
+    runs += [{"run": "bad", "open_incidents": 1}, {"run": "old", "open_incidents": None}]
+    asked: list[str] = []
+    left, naps = [3], []
+
+    def ask(self: Any, method: str, path: str, body: bytes, *, deadline_s: float) -> Any:
+        asked.append(path)
+        if not left[0]:
+            left[0] = 100
+            return 429, json.dumps({"code": "too_many", "detail": "too often"}).encode()
+        left[0] -= 1
+        if path == "/v1/runs":
+            return 200, json.dumps({"runs": runs}).encode()
+        name = path.split("/")[3]
+        if path.endswith("/incidents"):
+            return 200, json.dumps({"incidents": []}).encode()
+        one = {"number": 1, "opened": 3, "last": 3, "state": "firing", "severity": "critical"}
+        one |= {"key": "instability", "summary": "s"}
+        incidents = [one] if name == "bad" else []
+        found = {"run": name, "layers": [], "ledger": {"next_incident": 1, "incidents": incidents}}
+        return 200, json.dumps(found).encode()
+
+    monkeypatch.setattr(Client, "ask", ask)
+    monkeypatch.setattr(remote.time, "sleep", naps.append)
+    assert cli.main(["incidents", "--sidecar", "http://127.0.0.1:1"]) == 0
+    assert "bad:1  critical instability, firing" in capsys.readouterr().out
+    assert naps == [remote.AGAIN_S]
+    assert len(asked) == 1 + 2 * 2 + 1
+
+
+@pytest.fixture
+def proxied(served: tuple[str, str]) -> Iterator[str]:
+    """The sidecar's URL behind a proxy that has it under a path of its own."""
+    host, port = served[1].removeprefix("http://").split(":")
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if not self.path.startswith("/ml/sentinel/"):
+                self.send_error(404)
+                return
+            behind = http.client.HTTPConnection(host, int(port), timeout=10)
+            size = int(self.headers.get("content-length") or 0)
+            body = self.rfile.read(size) if size else None
+            path = self.path.removeprefix("/ml/sentinel")
+            behind.request(self.command, path, body, dict(self.headers))
+            got = behind.getresponse()
+            data = got.read()
+            self.send_response(got.status)
+            for name, value in got.getheaders():
+                if name in ("content-type", "sentinel-seal"):
+                    self.send_header(name, value)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+            behind.close()
+
+        do_PUT = do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/ml/sentinel"
+        server.shutdown()
+        thread.join(10)
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_sidecar_under_a_path_of_a_proxy_is_reached_by_that_path(
+    proxied: str, say: Any, trainer: JsonTrainer, monkeypatch: pytest.MonkeyPatch, slash: str
+) -> None:
+    monkeypatch.setenv("SENTINEL_TOKEN", CONTROL)
+    status, out, err = say("status", "r7", "--sidecar", proxied + slash)
+    assert (status, out.splitlines()[0].startswith("run r7: running"), err) == (0, True, "")
+    at_root = proxied.removesuffix("/ml/sentinel")
+    assert say("status", "r7", "--sidecar", at_root)[0] == 1

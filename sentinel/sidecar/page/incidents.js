@@ -1,11 +1,11 @@
 // What happened to a run, and what is only advice: two lists, so that advice is never taken for an
 // alarm. Each incident leads to its steps in the charts and to its layers in the maps.
 
-import { access, ask } from "/assets/api.js";
-import { calmly, h, replace, say } from "/assets/dom.js";
-import { badge, confirmDialog, nameField, unknown } from "/assets/parts.js";
-import { guide } from "/assets/todo.js";
-import { INCIDENT_STATES, SEVERITIES, deeds, step, title } from "/assets/words.js";
+import { access, ask } from "./api.js";
+import { calmly, h, replace, say } from "./dom.js";
+import { badge, confirmDialog, nameField, unknown } from "./parts.js";
+import { guide } from "./todo.js";
+import { INCIDENT_STATES, SEVERITIES, deeds, step, title } from "./words.js";
 
 const AT_FIRST = 6, DEEDS = 8;
 const GRAVITY = { critical: 0, warning: 1, info: 2 };
