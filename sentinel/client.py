@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import select
 import socket
 import time
@@ -192,7 +193,8 @@ class Client:
     """One keep-alive connection to a sidecar.
 
     Args:
-        url: http://host:port or unix:///path/to/socket.
+        url: http://host:port, with the path under which a proxy has the sidecar, or
+            unix:///path/to/socket.
         token: shared secret; default $SENTINEL_TOKEN.
         clock: monotonic seconds.
 
@@ -210,7 +212,7 @@ class Client:
         self.url = url
         self._clock = clock
         self._token = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
-        self._path, self._host, self._port = _parse(url)
+        self._path, self._host, self._port, self._prefix = _parse(url)
         self._addresses = _literal(self._host, self._port)
         self._named = not self._path and not self._addresses
         self._paths: dict[tuple[str, str], str] = {}
@@ -320,7 +322,8 @@ class Client:
         until: float,
         deadline_s: float,
     ) -> tuple[int, Mapping[str, str], bytes]:
-        lines = [f"{method} {path} HTTP/1.1", f"host: {self._host or 'sidecar'}"]
+        # What a proxy takes off again: the seal is over the path without it.
+        lines = [f"{method} {self._prefix}{path} HTTP/1.1", f"host: {self._host or 'sidecar'}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         lines += [f"content-length: {len(body)}", "", ""]
         request = "\r\n".join(lines).encode("latin-1") + body
@@ -414,15 +417,22 @@ def _literal(host: str, port: int) -> list[tuple[Any, ...]]:
     return list(found)
 
 
-def _parse(url: str) -> tuple[str, str, int]:
-    """(socket path, host, port) of a sidecar's URL; raises ConfigError."""
+_PREFIX = re.compile(r"(?:/[A-Za-z0-9._~%-]+)*/?")
+
+
+def _parse(url: str) -> tuple[str, str, int, str]:
+    """(socket path, host, port, path prefix) of a sidecar's URL; raises ConfigError."""
     parts = urlsplit(url)
     if parts.scheme == "unix" and parts.path and not parts.netloc:
-        return parts.path, "", 0
+        return parts.path, "", 0, ""
     try:
         port = parts.port
     except ValueError:
         port = -1
-    if port != -1 and parts.scheme == "http" and parts.hostname and parts.path in ("", "/"):
-        return "", parts.hostname, 80 if port is None else port
-    raise ConfigError(f"sidecar must be http://host:port or unix:///path/to/socket, got {url!r}")
+    plain = _PREFIX.fullmatch(parts.path) and not parts.query and not parts.fragment
+    if port != -1 and parts.scheme == "http" and parts.hostname and plain:
+        return "", parts.hostname, 80 if port is None else port, parts.path.rstrip("/")
+    raise ConfigError(
+        "sidecar must be http://host:port or unix:///path/to/socket (the first with a path, where "
+        f"a proxy gives it one), got {url!r}"
+    )

@@ -34,6 +34,7 @@ import msgspec
 from sentinel.client import DEADLINE_S, Client, MissError
 from sentinel.core.errors import ConfigError, ProtocolError
 from sentinel.core.events import Event
+from sentinel.core.orders import due
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
 from sentinel.core.types import Command, Decision, Mode, Observation, Outcome, Source
@@ -407,11 +408,12 @@ class RemoteLink:
     def take_commands(self) -> tuple[Command, ...]:
         if not self._orders:
             return ()
-        with self._lock:
-            taken = tuple(self._orders)
-            self._orders.clear()
         now = self._clock()
-        return tuple(order for order, until in taken if now < until)
+        with self._lock:
+            waiting = {order.id: (order, until) for order, until in self._orders if now < until}
+            taken, later = due([order for order, _ in waiting.values()])
+            self._orders = deque(waiting[order.id] for order in later)
+        return taken
 
     def ask(self, says: Says) -> None:
         self._says = says

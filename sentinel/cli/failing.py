@@ -36,9 +36,9 @@ CODES = {
     "failed": "it could not be done",
 }
 EPILOG = (
-    "exit status: 0 done; 1 could not be done (refused, no sidecar, a replay that differs or of a "
-    "record with holes); 2 bad usage, or nothing of that name on disk; 3 an order that was not "
-    "obeyed yet; run: the command's own. "
+    "exit status: 0 done; 1 could not be done (refused, an order that failed, no sidecar, a replay "
+    "that differs or of a record with holes); 2 bad usage, or nothing of that name on disk; 3 an "
+    "order that was not obeyed yet; run: the command's own. "
     'With --json an error is {"code": ..., "detail": ...}.'
 )
 

@@ -123,9 +123,10 @@ def status(options: argparse.Namespace) -> int:
 def list_incidents(options: argparse.Namespace) -> int:
     """Carry `sentinel incidents` out."""
     with Remote(options) as sidecar:
-        names = (
-            [options.name] if options.name else [r["run"] for r in sidecar.get("/v1/runs")["runs"]]
-        )
+        listed = [] if options.name else sidecar.get("/v1/runs")["runs"]
+        # Of one that has none open, nothing is to be asked: there may be a thousand.
+        asked = [r["run"] for r in listed if options.all or r.get("open_incidents") != 0]
+        names = [options.name] if options.name else asked
         found: list[tuple[str, Any, list[str]]] = []
         targets: dict[str, dict[int, int]] = {}
         lacking: dict[str, str] = {}
@@ -140,8 +141,8 @@ def list_incidents(options: argparse.Namespace) -> int:
                     found.append((name, incident, run["layers"]))
     missing = {name: why for name, why in lacking.items() if why and options.all}
     if options.json:
-        listed = [{"run": name, **i} for name, i, _ in found]
-        return _print_json({"incidents": listed, "not_listed": missing})
+        told = [{"run": name, **i} for name, i, _ in found]
+        return _print_json({"incidents": told, "not_listed": missing})
     if not found and not missing:
         print(
             "no incidents"
@@ -150,8 +151,8 @@ def list_incidents(options: argparse.Namespace) -> int:
         )
         return 0
     for name, incident, layers in found:
-        told = words.incident_lines(incident, layers, name, targets[name])
-        print("\n".join(words.wrapped(told)))
+        lines = words.incident_lines(incident, layers, name, targets[name])
+        print("\n".join(words.wrapped(lines)))
     for name, why in missing.items():
         print("\n".join(words.wrapped([f"{text(name)}: {why}"])))
     return 0
@@ -316,7 +317,7 @@ def _status(run: dict[str, Any]) -> list[str]:
     if ledger:
         counters = ledger["counters"]
         row("skipped", _counts(counters["skipped"]))
-        row("rolled back", _counts(counters["rollbacks"]))
+        row("rolled back", _rollbacks(counters["rollbacks"]))
         row("lost steps", number(counters["lost_steps"]))
     elif run.get("skipped") is not None:  # the record does not say more
         row("skipped", number(run["skipped"]) if run["skipped"] else "none")
@@ -431,6 +432,21 @@ def _counts(pairs: list[list[Any]]) -> str:
     return f"{number(total)}   ({told})"
 
 
+def _rollbacks(pairs: list[list[Any]]) -> str:
+    """Those that were done, and how many were due and were not."""
+    done = [[key.removesuffix("/restored"), n] for key, n in pairs if key.endswith("/restored")]
+    vain = sum(n for key, n in pairs if not key.endswith("/restored"))
+    said = _counts(done)
+    if not vain:
+        return said
+    why = ", ".join(
+        f"{text(key).replace('/', ' ')} {number(n)}"
+        for key, n in pairs
+        if not key.endswith("/restored")
+    )
+    return f"{said}; {number(vain)} could not be done   ({why})"
+
+
 def _order(order: dict[str, Any]) -> str:
     command = order["command"]
     said: str = words.ORDERS.get(command["kind"], command["kind"])
@@ -440,7 +456,5 @@ def _order(order: dict[str, Any]) -> str:
         said += f" to step {steps(command['target'])}"
     elif command["kind"] == "ack":
         said = f"acknowledge incident {command['target']}"
-    said += f": {words.ORDER_STATES.get(order['state'], order['state'])}"
-    if order["taken_step"] is not None:
-        said += f" at step {steps(order['taken_step'])}"
+    said += f": {words.order_state(order)}"
     return said + (f", by {text(command['issued_by'])}" if command["issued_by"] else "")

@@ -2,12 +2,13 @@
 
     sentinel command r7 pause | resume | skip | rollback [--to STEP] | scale-lr 0.5 | halt
     sentinel ack r7:3                       the incident that `sentinel incidents` calls r7:3
-    sentinel silence r7:3 --for 2h          nobody is paged about it
+    sentinel silence r7:3 --for 2h          shown as silenced; says how to silence its alerts
 
 An order is carried out at the next step that hears of it, once: sending it again with the same --id
 changes nothing. `command` waits a little to tell what became of it.
 
-Exit:    0; 1 when it was refused or the sidecar cannot be asked; 3 when it was not obeyed yet.
+Exit:    0; 1 when it was refused, failed or was not carried out, or the sidecar cannot be asked; 3
+         when it was not obeyed yet.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ LOSES = {
     "halt": "The training process will end with exit code 86.",
 }
 NOT_YET = 3
+OPEN = ("pending", "delivered", "restoring")
 POLL_S = 0.5
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -73,7 +75,9 @@ def add_parsers(subparsers: Subparsers) -> None:
     _incident(parser)
     parser.set_defaults(run=ack)
 
-    parser = subparsers.add_parser("silence", help="stop paging about an incident for a while")
+    parser = subparsers.add_parser(
+        "silence", help="show an incident as silenced; says how to silence its alerts"
+    )
     _incident(parser)
     parser.add_argument(
         "--for",
@@ -125,6 +129,8 @@ def command(options: argparse.Namespace) -> int:
         print(json.dumps(order, indent=2))
     else:
         print(_told(options.name, order))
+    if order["state"] in ("failed", "superseded"):
+        return 1
     return 0 if order["state"] in ("taken", "acknowledged") or not options.wait else NOT_YET
 
 
@@ -168,18 +174,17 @@ def _body(options: argparse.Namespace) -> dict[str, Any]:
 def _wait(sidecar: Remote, options: argparse.Namespace, order: dict[str, Any]) -> None:
     """Look what becomes of it for a while; `order` is brought up to date."""
     until = time.monotonic() + options.wait  # noqa: TID251 (the shell)
-    while order["state"] in ("pending", "delivered") and time.monotonic() < until:  # noqa: TID251
+    while order["state"] in OPEN and time.monotonic() < until:  # noqa: TID251
         time.sleep(POLL_S)
         for found in sidecar.run(options.name)["orders"]:
             if found["command"]["id"] == order["id"]:
                 order.update(state=found["state"], taken_step=found["taken_step"])
+                order["result"] = found.get("detail", "")
 
 
 def _told(run: str, order: dict[str, Any]) -> str:
     said: str = f"{words.ORDERS.get(order['kind'], '')}: "
-    said += words.ORDER_STATES.get(order["state"], order["state"])
-    if order["taken_step"] is not None:
-        said += f" at step {words.steps(order['taken_step'])}"
+    said += words.order_state(order | {"detail": order.get("result", "")})
     if order["state"] in ("pending", "delivered") and order.get("run_state") == "lost":
         said += f"; {words.text(order['detail'])}"
     elif order["state"] in ("pending", "delivered"):

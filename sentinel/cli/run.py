@@ -4,7 +4,8 @@
     sentinel run --attach -- torchrun train.py  ... and a script that does not is attached as well
 
 The sidecar listens on a Unix socket that only this user can reach, is told to the command by
-$SENTINEL_SIDECAR, and ends with it. Where one is named already, or the sidecar's packages are not
+$SENTINEL_SIDECAR, and ends with it; where Prometheus scrapes it, after one more scrape, so that the
+run's end is seen (linger.py). Where one is named already, or the sidecar's packages are not
 installed, none is started; that is said, and training decides by itself. The exit status is the
 command's; signals are passed on to it. With --attach, when the command has ended and no process of
 it was attached, that is said, and how far the processes came (they leave lines in a file).
@@ -27,12 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from sentinel.cli.failing import UsageError, port
+from sentinel.cli.linger import until_seen
 from sentinel.core.errors import ConfigError
 from sentinel.core.policy import Policy
 
 SIDECAR_VARIABLE = "SENTINEL_SIDECAR"
 ATTACH_VARIABLE = "SENTINEL_ATTACH"
 REPORT_VARIABLE = "SENTINEL_ATTACH_REPORT"
+LINGER_S = 45.0  # three scrapes, as in deploy/k8s/job.yaml
+MOST_LINGER_S = 3600.0
 READY_S = 20.0  # from start to listening; importing the web stack takes two on a busy machine
 NEEDS = ("fastapi", "uvicorn", "apscheduler", "prometheus_client", "sqlalchemy")
 
@@ -57,6 +61,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--run-id", metavar="ID", help="names the run; continues one that is there")
     parser.add_argument("--no-sidecar", action="store_true", help="start none")
     parser.add_argument("--port", type=port, help="the sidecar's page on this TCP port as well")
+    parser.add_argument(
+        "--linger",
+        type=_seconds,
+        default=LINGER_S,
+        metavar="SECONDS",
+        help="with --port: longest wait after the command for one more scrape, so that Prometheus "
+        "sees the end; nobody waits where nobody scrapes (%(default)g; 0: never)",
+    )
     parser.add_argument(
         "--data", metavar="DIR", help="where the sidecar keeps its record (a temporary folder)"
     )
@@ -197,8 +209,22 @@ def _sidecar(options: argparse.Namespace, environment: dict[str, str]) -> Genera
                 at = f", page at http://127.0.0.1:{options.port}/" if options.port else ""
                 _say(f"a sidecar listens on {path}{at}")
                 yield f"unix://{path}"
+                if options.port is not None:
+                    until_seen(f"unix://{path}", options.linger, _say)
             finally:
                 _end(process)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= MOST_LINGER_S:
+        raise argparse.ArgumentTypeError(
+            f"must be seconds from 0 to {MOST_LINGER_S:g}, got {text!r}"
+        )
+    return value
 
 
 def _listens(process: subprocess.Popen[Any], path: str) -> bool:

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 DASH = "-"
+SHOWN = 8  # lines of what was done in an incident
+LEFT_OUT = "left_out"  # see sentinel.core.incidents
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 _RULES = {
@@ -32,7 +34,12 @@ _RULES = {
     "trainer": "the trainer decided it",
 }
 _NONE: Mapping[int, int] = {}
-_DONE = {"skip_step": "skipped", "rollback": "rolled back at", "halt": "halted at"}
+_DONE = {
+    "skip_step": "skipped",
+    "rollback": "rolled back at",
+    "rollback_failed": "tried to roll back and restored nothing at",
+    "halt": "halted at",
+}
 
 ORDERS = {
     "pause": "pause automation",
@@ -46,10 +53,24 @@ ORDERS = {
 ORDER_STATES = {
     "pending": "waiting for the trainer",
     "delivered": "told the trainer, not yet obeyed",
+    "restoring": "taken, the snapshot is not restored yet",
     "taken": "obeyed",
     "acknowledged": "obeyed",
+    "superseded": "not carried out",
+    "failed": "FAILED",
     "expired": "expired, never acted on",
 }
+
+
+def order_state(order: Mapping[str, Any]) -> str:
+    """What became of an order, with the step and the reason."""
+    said: str = ORDER_STATES.get(order["state"], text(order["state"]))
+    if order["taken_step"] is not None:
+        said += f" at step {steps(order['taken_step'])}"
+    detail = order.get("detail")
+    if not detail or order["state"] in ("pending", "delivered", "expired"):
+        return said
+    return f"{said}{',' if order['state'] == 'taken' else ':'} {text(detail)}"
 
 
 def text(value: Any) -> str:
@@ -102,12 +123,18 @@ def deeds(actions: Sequence[Sequence[Any]], targets: Mapping[int, int] = _NONE) 
     """
     groups: list[tuple[str, str, list[int]]] = []
     for at, action, rule in actions:
+        if action == LEFT_OUT:
+            groups.append((action, rule, [at]))
+            continue
         if groups and groups[-1][:2] == (action, rule) and action.endswith("skip_step"):
             groups[-1][2].append(at)
         else:
             groups.append((action, rule, [at]))
     lines = []
     for action, rule, at in groups:
+        if action == LEFT_OUT:
+            lines.append(f"... {number(int(rule))} more up to step {steps(at[0])}, not listed")
+            continue
         name = action.removeprefix("would_")
         verb = _DONE.get(name, text(name))
         if action != name:
@@ -153,9 +180,10 @@ def incident_lines(
         what = "first out of its own band" if incident["key"] == "instability" else "layers"
         lines.append(f"    {what}: {', '.join(map(text, layers[:6]))}{more}")
     done = deeds(incident.get("actions") or (), targets)
-    if len(done) > 8:
-        lines.append(f"    ... {len(done) - 8} earlier actions")
-    return lines + [f"    {line}" for line in done[-8:]]
+    if len(done) > SHOWN:  # how it began, and the newest
+        left = f"... {len(done) - SHOWN} lines left out: --json has them"
+        done = [done[0], left, *done[1 - SHOWN :]]
+    return lines + [f"    {line}" for line in done]
 
 
 def width() -> int | None:

@@ -143,7 +143,11 @@ CATALOG: tuple[MetricSpec, ...] = (
     MetricSpec("steps_total", _C, "Steps that were attempted."),
     MetricSpec("skipped_steps_total", _C, "Steps that sentinel skipped, by rule.", ("rule",)),
     MetricSpec(
-        "rollbacks_total", _C, "Rollbacks, by rule and what became of them.", ("rule", "outcome")
+        "rollbacks_total",
+        _C,
+        "Rollbacks that were due, by rule (command: ordered) and what became of them: restored, "
+        "failed or none (no usable snapshot).",
+        ("rule", "outcome"),
     ),
     MetricSpec(
         "would_act_total",

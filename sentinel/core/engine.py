@@ -228,7 +228,7 @@ def note(state: State, event: Event, policy: Policy) -> State:
     elif isinstance(event, RestoreFailed):
         rule = ledger.pending_rule or COMMAND
         ledger = incidents.touch(
-            ledger,
+            incidents.not_restored(ledger, INSTABILITY),
             INSTABILITY,
             max(event.step - 1, 0),
             f"rollback failed: {event.reason}; skipped, and the learning rate is cut",

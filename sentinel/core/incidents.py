@@ -2,6 +2,7 @@
 
     touch(ledger, key, step, ...) -> ledger      open one, or extend the open one
     resolve(ledger, key, step) -> ledger         close it, unless it is latched
+    not_restored(ledger, key) -> ledger          its newest rollback came to nothing
 
 At most one incident of a key is open. The list holds the open ones and the newest resolved ones,
 at most KEPT in all; what falls off has long been in the trace.
@@ -17,7 +18,9 @@ from sentinel.core.types import IncidentState, Severity
 INSTABILITY = "instability"
 LEVEL_SHIFT = "level_shift"
 KEPT = 32
-ACTIONS_KEPT = 64  # per incident; a longer list tells on-call nothing new
+ACTIONS_KEPT = 64  # per incident, with the mark of those left out
+FIRST_KEPT = 16  # of them, how it began; then the mark; then the newest
+LEFT_OUT = "left_out"  # the mark: (step of the newest left out, LEFT_OUT, how many)
 
 _ORDER = {Severity.INFO: 0, Severity.WARNING: 1, Severity.CRITICAL: 2}
 
@@ -72,7 +75,7 @@ def touch(
         steps=old.steps + (old.last != step),
         latched=old.latched or latch,
         layers=tuple(dict.fromkeys((*old.layers, *layers)))[:64],
-        actions=(*old.actions, action)[:ACTIONS_KEPT] if action else old.actions,
+        actions=_longer(old.actions, action) if action else old.actions,
     )
     return _replaced(ledger, old, new)
 
@@ -83,6 +86,41 @@ def resolve(ledger: Ledger, key: str, step: int, *, acknowledged: bool = False) 
     if old is None or (old.latched and not acknowledged):
         return ledger
     return _replaced(ledger, old, replace(old, state=IncidentState.RESOLVED, resolved=step))
+
+
+def not_restored(ledger: Ledger, key: str) -> Ledger:
+    """The newest rollback in the open incident of `key` was decided, and nothing was restored."""
+    old = find(ledger, key)
+    if old is None:
+        return ledger
+    for at in range(len(old.actions) - 1, -1, -1):
+        step, name, rule = old.actions[at]
+        if name == "rollback":
+            actions = (*old.actions[:at], (step, "rollback_failed", rule), *old.actions[at + 1 :])
+            return _replaced(ledger, old, replace(old, actions=actions))
+    return ledger
+
+
+def _longer(
+    actions: tuple[tuple[int, str, str], ...], action: tuple[int, str, str]
+) -> tuple[tuple[int, str, str], ...]:
+    """With one more: the first and the newest are kept, and how many are not is said.
+
+    Of a long incident the skips are alike; a rollback or a halt goes only when no skip is left.
+    """
+    if len(actions) < ACTIONS_KEPT:
+        return (*actions, action)
+    first, rest = actions[:FIRST_KEPT], actions[FIRST_KEPT:]
+    many, until = 0, -1
+    if rest[0][1] == LEFT_OUT:
+        until, many = rest[0][0], int(rest[0][2])
+        rest = rest[1:]
+    rest = (*rest, action)
+    while len(first) + 1 + len(rest) > ACTIONS_KEPT:
+        at = next((i for i, a in enumerate(rest) if a[1].endswith("skip_step")), 0)
+        until, many = max(until, rest[at][0]), many + 1
+        rest = (*rest[:at], *rest[at + 1 :])
+    return (*first, (until, LEFT_OUT, str(many)), *rest)
 
 
 def _replaced(ledger: Ledger, old: Incident, new: Incident) -> Ledger:

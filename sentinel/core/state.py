@@ -67,7 +67,9 @@ class Incident:
         key: what it is about: `instability`, `level_shift`, or a flag's name.
         latched: stays firing until a person acknowledges it.
         steps: troubled steps in it.
-        actions: (step, action name, rule) of what was done, oldest first, at most 64.
+        actions: (step, action name, rule) of what was done, oldest first, at most 64; a rollback
+            that restored nothing is `rollback_failed`. Of more than 64, (step, "left_out", "N")
+            stands where N, up to that step, were left out.
     """
 
     number: int

@@ -122,8 +122,9 @@ ALERTS: tuple[Alert, ...] = (
         hold="0s",
         severity="warning",
         summary="Run {{ .Labels.run }} was rolled back (rule {{ .Labels.rule }})",
-        description="Sentinel restored a healthy snapshot and cut the learning rate; training "
-        "goes on with later data.",
+        description="Sentinel restored a healthy snapshot; training goes on with later data. A "
+        "rule's rollback also cut the learning rate; one that a person ordered (rule command) did "
+        "not.",
         metrics=("rollbacks_total",),
     ),
     Alert(
@@ -132,8 +133,10 @@ ALERTS: tuple[Alert, ...] = (
         hold="0s",
         severity="critical",
         summary="Run {{ .Labels.run }} could not be rolled back ({{ .Labels.outcome }})",
-        description="Rule {{ .Labels.rule }} asked for a rollback and none was done: no usable "
-        "snapshot, or restoring it failed. The damage is still in the weights.",
+        description="Rule {{ .Labels.rule }} (command: a person) asked for a rollback and none was "
+        "done: no usable "
+        "snapshot, or restoring it failed. The step was skipped and the learning rate cut; what is "
+        "wrong with the weights is still in them.",
         metrics=("rollbacks_total",),
     ),
     Alert(

@@ -14,6 +14,7 @@ from typing import Any
 from sentinel.core.types import Action, CommandKind, IncidentState, Severity
 from sentinel.sidecar.copies import Copy
 from sentinel.sidecar.runs import SESSION_HEADER
+from sentinel.sidecar.runs.orders import STATES as ORDER_STATES
 from sentinel.sidecar.store.series import CURVES, DECODED, MOST_POINTS
 from sentinel.wire import messages
 
@@ -539,12 +540,14 @@ def _paths() -> dict[str, dict[str, Schema]]:
                     ("id", "kind", "state", "detail", "warning"),
                     id=TEXT,
                     kind=TEXT,
-                    state={"type": "string", "enum": ["pending", "delivered", "taken", "expired"]},
+                    state={"type": "string", "enum": list(ORDER_STATES)},
                     taken_step=maybe(STEP),
                     expires_at=TIME,
                     recorded=TRUTH,
                     run_state=TEXT,
                     detail=TEXT | {"description": "What is to be expected of it, for people."},
+                    result=TEXT
+                    | {"description": "What was restored, or why it was not carried out."},
                     warning=TEXT
                     | {"description": "What speaks against it; it is given all the same."},
                 ),

@@ -227,7 +227,7 @@ class People:
     def _changed(self, run: str, order: Order) -> None:
         command, now = order.command, self._clock()
         state = _STATES.get(order.state, order.state)
-        step = order.taken_step
+        step, detail = order.taken_step, order.detail
 
         def write(session: Session) -> None:
             row = session.get(CommandRow, _row_id(run, command.id))
@@ -244,7 +244,7 @@ class People:
                     detail="",
                 )
                 session.add(row)
-            row.state, row.step = state, step
+            row.state, row.step, row.detail = state, step, detail
             if state == "delivered":
                 row.delivered_at = now
             elif state == "acknowledged":
@@ -260,17 +260,19 @@ class People:
                 "argument": _argument(command),
                 "state": order.state,
                 "taken_step": step,
+                "detail": detail,
                 "issued_by": command.issued_by,
             },
         )
-        if state in ("acknowledged", "expired"):
+        if state in ("acknowledged", "expired", "superseded", "failed"):
             self.audit(
                 "command",
                 Caller("sidecar", frozenset()),
                 outcome=state,
                 run=run,
                 detail={"id": command.id, "kind": command.kind.value}
-                | ({} if step is None else {"step": step}),
+                | ({} if step is None else {"step": step})
+                | ({"detail": detail} if detail else {}),
             )
 
     # ---- incidents -------------------------------------------------------------------------
@@ -356,7 +358,7 @@ class People:
         return "noted; the trainer ends it with its next step"
 
     async def silence(self, incident: Known, until: float | None, by: str) -> bool:
-        """Nobody is paged about it until then; None ends a silence.
+        """It is shown as silenced until then; None ends a silence. No alert knows of it.
 
         Returns:
             Whether it is in the database already.
@@ -450,4 +452,4 @@ def _order(row: CommandRow) -> Order:
     state = _SAID.get(row.state, row.state)
     if state in OPEN_ORDER:
         state = "pending"  # told again: whether it was heard before, its id will say
-    return Order(command, row.created_at, row.expires_at, state, row.step)
+    return Order(command, row.created_at, row.expires_at, state, row.step, row.detail)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import http.server
 import io
 import json
 import socket
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from sentinel.cli import look, words
+from sentinel.cli import look, remote, words
 from sentinel.cli import main as cli
 from sentinel.client import Client
 from sentinel.sidecar.app import create_app
@@ -325,7 +327,12 @@ class TestOrders:
         status, out, _ = say("ack", "r7:1", *here)
         assert (status, out.startswith("r7:1: noted; it ")) == (0, True)
         status, out, _ = say("silence", "r7:1", "--for", "30m", *here)
-        assert (status, "nobody is paged" in out) == (0, True)
+        assert "nobody is paged" not in out
+        assert (
+            "Its alerts go on; to keep them from paging: amtool silence add 'run=\"r7\"' "
+            "'alertname=~\"Sentinel(Rollback|RollbackFailed|NonFinite)\"' --duration=30m"
+        ) in out
+        assert status == 0
         status, out, _ = say("incidents", "r7", "--all", "--sidecar", served[0])
         assert "acknowledged by ann, silenced" in out.splitlines()[0]
         status, _, err = say("silence", "r7:99", *here)
@@ -386,3 +393,193 @@ def test_an_incident_says_where_its_rollback_went_to(served: tuple[str, str], sa
     _, out, _ = say("incidents", "back", "--all", "--sidecar", served[0])
     assert "rolled back at step 41 to step 0: a person ordered it" in out
     trainer.client.close()
+
+
+def back_at(served: tuple[str, str], name: str, say: Any, *more: str) -> tuple[JsonTrainer, str]:
+    """A run with healthy snapshots 0 and 20 that a person sends back: it, and the order's id."""
+    trainer = JsonTrainer(served[0], name)
+    trainer.step(events=[{"kind": "snapshot_taken", "step": 0}])
+    for step in range(1, 60):
+        events = [{"kind": "snapshot_taken", "step": 20}] if step == 20 else ()
+        trainer.step(events=events)
+    order = ("command", name, "rollback", "--yes", "--wait", "0", "--id", "o", *more)
+    say(*order, "--sidecar", served[0])
+    assert trainer.step() == "rollback"
+    return trainer, "o"
+
+
+def decided(url: str, run: str) -> list[tuple[str, Any]]:
+    client = Client(url, token="")
+    done = client.ask("GET", f"/v1/runs/{run}/decisions", b"", deadline_s=10.0)[1]
+    client.close()
+    return [(d["action"], d["target"]) for d in json.loads(done)["decisions"]]
+
+
+def test_a_rollback_that_went_to_an_older_snapshot_says_to_which(
+    served: tuple[str, str], say: Any
+) -> None:
+    trainer, order = back_at(served, "older", say)
+    again = ("command", "older", "rollback", "--yes", "--id", order, "--sidecar", served[0])
+    status, out, _ = say(*again, "--wait", "0.1")
+    assert (status, out.strip()) == (
+        3,
+        "roll back: taken, the snapshot is not restored yet at step 60",
+    )
+    trainer.step(events=[{"kind": "restored", "step": 61, "target": 0}])
+    status, out, _ = say(*again)
+    assert (status, out.strip()) == (
+        0,
+        "roll back: obeyed at step 60, to step 0: the snapshot of step 20 could not be used",
+    )
+    _, out, _ = say("incidents", "older", "--all", "--sidecar", served[0])
+    assert "rolled back at step 60 to step 0: a person ordered it" in out
+    assert decided(served[0], "older") == [("rollback", 0)]
+    trainer.client.close()
+
+
+def test_a_rollback_that_restored_nothing_has_failed_everywhere(
+    served: tuple[str, str], say: Any
+) -> None:
+    trainer, order = back_at(served, "fails", say, "--to", "20")
+    trainer.step(events=[{"kind": "restore_failed", "step": 61, "target": 20, "reason": "torn"}])
+    again = ("command", "fails", "rollback", "--to", "20", "--yes", "--id", order)
+    status, out, _ = say(*again, "--sidecar", served[0])
+    assert status == 1
+    assert out.startswith("roll back: FAILED at step 60: nothing was restored: torn;")
+    _, out, _ = say("incidents", "fails", "--all", "--sidecar", served[0])
+    assert "tried to roll back and restored nothing at step 60: a person ordered it" in out
+    assert "rolled back" not in out
+    _, out, _ = say("status", "fails", "--sidecar", served[0])
+    assert "rolled back     none; 1 could not be done   (command failed 1)" in out
+    assert "roll back to step 20: FAILED at step 60: nothing was restored: torn" in out
+    assert decided(served[0], "fails") == [("rollback_failed", None)]
+    trainer.client.close()
+
+
+def test_two_orders_to_skip_skip_two_steps_and_a_halt_goes_before_a_rollback(
+    served: tuple[str, str], say: Any
+) -> None:
+    trainer = JsonTrainer(served[0], "several")
+    trainer.step(events=[{"kind": "snapshot_taken", "step": 0}])
+    for key in ("1", "2"):
+        say("command", "several", "skip", "--id", key, "--wait", "0", "--sidecar", served[0])
+    assert [trainer.step() for _ in range(3)] == ["skip_step", "skip_step", "proceed"]
+    _, out, _ = say("status", "several", "--sidecar", served[0])
+    assert "skip the next step: obeyed at step 1, by" in out
+    assert "skip the next step: obeyed at step 2, by" in out
+    for what in ("rollback", "halt"):
+        order = ("command", "several", what, "--yes", "--id", what, "--sidecar", served[0])
+        say(*order, "--wait", "0")
+    assert trainer.step() == "halt"
+    status, out, _ = say("command", "several", "rollback", "--yes", "--id", "rollback", *order[-2:])
+    assert (status, out.strip()) == (
+        1,
+        "roll back: not carried out at step 4: the run is halted at this step",
+    )
+    trainer.client.close()
+
+
+def test_a_long_incident_is_shown_with_its_beginning_and_its_end() -> None:
+    actions = [[n, "skip_step" if n % 2 else "rollback", "r"] for n in range(16)]
+    actions += [[2000, "left_out", "1985"], [2157, "rollback_failed", "r"]]
+    done = words.deeds(actions)
+    assert done[16:] == [
+        "... 1,985 more up to step 2,000, not listed",
+        "tried to roll back and restored nothing at step 2,157: rule r",
+    ]
+    incident = {
+        "number": 1,
+        "severity": "critical",
+        "key": "instability",
+        "state": "firing",
+        "opened": 0,
+        "last": 2157,
+        "summary": "s",
+        "actions": actions,
+    }
+    shown = words.incident_lines(incident)[2:]
+    assert shown[0].strip() == done[0]
+    assert shown[1].strip() == "... 10 lines left out: --json has them"
+    assert [line.strip() for line in shown[2:]] == done[-7:]
+
+
+def test_many_runs_are_asked_about_only_where_something_is_open_and_a_refusal_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [{"run": f"x{n:04d}", "open_incidents": 0} for n in range(1000)]
+    runs += [{"run": "bad", "open_incidents": 1}, {"run": "old", "open_incidents": None}]
+    asked: list[str] = []
+    left, naps = [3], []
+
+    def ask(self: Any, method: str, path: str, body: bytes, *, deadline_s: float) -> Any:
+        asked.append(path)
+        if not left[0]:
+            left[0] = 100
+            return 429, json.dumps({"code": "too_many", "detail": "too often"}).encode()
+        left[0] -= 1
+        if path == "/v1/runs":
+            return 200, json.dumps({"runs": runs}).encode()
+        name = path.split("/")[3]
+        if path.endswith("/incidents"):
+            return 200, json.dumps({"incidents": []}).encode()
+        one = {"number": 1, "opened": 3, "last": 3, "state": "firing", "severity": "critical"}
+        one |= {"key": "instability", "summary": "s"}
+        incidents = [one] if name == "bad" else []
+        found = {"run": name, "layers": [], "ledger": {"next_incident": 1, "incidents": incidents}}
+        return 200, json.dumps(found).encode()
+
+    monkeypatch.setattr(Client, "ask", ask)
+    monkeypatch.setattr(remote.time, "sleep", naps.append)
+    assert cli.main(["incidents", "--sidecar", "http://127.0.0.1:1"]) == 0
+    assert "bad:1  critical instability, firing" in capsys.readouterr().out
+    assert naps == [remote.AGAIN_S]
+    assert len(asked) == 1 + 2 * 2 + 1
+
+
+@pytest.fixture
+def proxied(served: tuple[str, str]) -> Iterator[str]:
+    """The sidecar's URL behind a proxy that has it under a path of its own."""
+    host, port = served[1].removeprefix("http://").split(":")
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if not self.path.startswith("/ml/sentinel/"):
+                self.send_error(404)
+                return
+            behind = http.client.HTTPConnection(host, int(port), timeout=10)
+            size = int(self.headers.get("content-length") or 0)
+            body = self.rfile.read(size) if size else None
+            path = self.path.removeprefix("/ml/sentinel")
+            behind.request(self.command, path, body, dict(self.headers))
+            got = behind.getresponse()
+            data = got.read()
+            self.send_response(got.status)
+            for name, value in got.getheaders():
+                if name in ("content-type", "sentinel-seal"):
+                    self.send_header(name, value)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+            behind.close()
+
+        do_PUT = do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/ml/sentinel"
+        server.shutdown()
+        thread.join(10)
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_sidecar_under_a_path_of_a_proxy_is_reached_by_that_path(
+    proxied: str, say: Any, trainer: JsonTrainer, monkeypatch: pytest.MonkeyPatch, slash: str
+) -> None:
+    monkeypatch.setenv("SENTINEL_TOKEN", CONTROL)
+    status, out, err = say("status", "r7", "--sidecar", proxied + slash)
+    assert (status, out.splitlines()[0].startswith("run r7: running"), err) == (0, True, "")
+    at_root = proxied.removesuffix("/ml/sentinel")
+    assert say("status", "r7", "--sidecar", at_root)[0] == 1

@@ -427,6 +427,7 @@ def test_a_restore_that_fails_cuts_the_rate_and_forgets_the_snapshot() -> None:
     assert [s.step for s in state.ledger.snapshots if s.step == 30] == []
     assert state.ledger.lr.factor == 0.5
     assert dict(state.ledger.counters.rollbacks) == {"loss_spike/failed": 1}
+    assert state.ledger.incidents[-1].actions[-1] == (39, "rollback_failed", "loss_spike")
 
 
 def test_observing_decides_the_same_and_does_nothing() -> None:

@@ -61,3 +61,44 @@ def test_the_list_is_bounded_and_open_ones_stay_longest() -> None:
     assert len(ledger.incidents) == incidents.KEPT
     assert ledger.incidents[0].key == "open"
     assert ledger.incidents[-1].opened == 3 * incidents.KEPT - 1
+
+
+def acted(count: int, rollback_at: int | None = None) -> tuple[tuple[int, str, str], ...]:
+    ledger = Ledger()
+    for step in range(count):
+        name = "rollback" if step == rollback_at else "skip_step"
+        ledger = incidents.touch(
+            ledger, KEY, step, "", Severity.WARNING, action=(step, name, "nonfinite_loss")
+        )
+    return ledger.incidents[0].actions
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 66, 3000])
+def test_a_long_incident_keeps_how_it_began_and_the_newest_and_says_how_many_it_left_out(
+    count: int,
+) -> None:
+    actions = acted(count)
+    assert len(actions) == min(count, incidents.ACTIONS_KEPT)
+    marks = [a for a in actions if a[1] == incidents.LEFT_OUT]
+    said = sum(int(many) for _, _, many in marks)
+    assert len(actions) - len(marks) + said == count
+    assert [a[0] for a in actions] == sorted(a[0] for a in actions)
+    assert actions[0][0] == 0
+    assert actions[-1][0] == count - 1
+    if marks:
+        assert actions.index(marks[0]) == incidents.FIRST_KEPT
+        assert marks[0][0] == actions[incidents.FIRST_KEPT + 1][0] - 1
+
+
+def test_a_rollback_in_a_long_incident_stays_listed() -> None:
+    actions = acted(3000, rollback_at=2157)
+    assert (2157, "rollback", "nonfinite_loss") in actions
+    assert len(actions) == incidents.ACTIONS_KEPT
+
+
+def test_a_rollback_that_restored_nothing_is_told_so() -> None:
+    ledger = incidents.touch(Ledger(), KEY, 1, "", Severity.WARNING, action=(1, "rollback", "r"))
+    ledger = incidents.touch(ledger, KEY, 5, "", Severity.WARNING, action=(5, "rollback", "r"))
+    (one,) = incidents.not_restored(ledger, KEY).incidents
+    assert one.actions == ((1, "rollback", "r"), (5, "rollback_failed", "r"))
+    assert incidents.not_restored(Ledger(), KEY) == Ledger()

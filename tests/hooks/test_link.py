@@ -543,6 +543,18 @@ class TestDelivery:
             assert [order.id for order in link.take_commands()] == ["due"]
             assert link.take_commands() == ()
 
+    def test_two_orders_to_skip_are_for_two_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sidecar, clock = Sidecar(), FakeClock()
+        one, two, three = (Command(key, CommandKind.SKIP_NEXT) for key in "123")
+        pause = Command("p", CommandKind.PAUSE)
+        with linked(monkeypatch, sidecar, clock=clock) as link:
+            sidecar.orders, sidecar.left = (one, two, pause, three), (90.0, 90.0, 90.0, 30.0)
+            Loop(link).step()
+            assert link.take_commands() == (one, pause)
+            clock.now += 60.0
+            assert link.take_commands() == (two,)
+            assert link.take_commands() == ()
+
     def test_orders_arrive_once_however_often_they_are_sent(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sentinel.core.types import Action, Command, CommandKind, Outcome
+from sentinel.sidecar.embedded import executed
 from sentinel.sidecar.runs.orders import MAX_COMMANDS
 from sentinel.traces.replay import replay
 from sentinel.wire import codec
@@ -173,6 +174,75 @@ class TestRecord:
         assert again is not None
         assert codec.state_hash(again) == codec.state_hash(state)
         proved(trainer, 33)
+
+
+class TestRollbacks:
+    @pytest.mark.parametrize(
+        ("end", "told", "state"),
+        [
+            ({"kind": "restored", "target": 20}, ("rollback", 20), "taken"),
+            ({"kind": "restored", "target": 0}, ("rollback", 0), "taken"),
+            (
+                {"kind": "restore_failed", "target": 20, "reason": "torn"},
+                ("rollback_failed", None),
+                "failed",
+            ),
+        ],
+    )
+    def test_each_is_told_as_what_was_done_over_a_restart_too(
+        self, trainer: Foreign, end: dict[str, Any], told: tuple[str, Any], state: str
+    ) -> None:
+        def done() -> list[tuple[str, Any]]:
+            listed = trainer.ask("GET", "/decisions")["decisions"]
+            return [(row["action"], row["target"]) for row in listed]
+
+        trainer.put()
+        for step in range(60):
+            events = [{"kind": "snapshot_taken", "step": step}] if step in (0, 20) else []
+            trainer.step(step, events=events)
+        order = {"kind": "rollback", "id": "o"}
+        trainer.ask("POST", "/commands", order, 202)
+        trainer.step(60)
+        assert done() == [("rollback", 20)]
+        trainer.again()
+        assert trainer.ask("POST", "/commands", order, 202)["state"] == "restoring"
+        trainer.step(61, events=[end | {"step": 61}])
+        assert done() == [told]
+        said = trainer.ask("POST", "/commands", order, 202)
+        assert (said["state"], said["taken_step"]) == (state, 60)
+        reason = trainer.ask("GET", "/decisions")["decisions"][0]["reason"]
+        trainer.again()
+        assert done() == [told]
+        assert trainer.ask("GET", "/decisions")["decisions"][0]["reason"] == reason
+        assert trainer.ask("POST", "/commands", order, 202)["result"] == said["result"]
+        trainer.ask("POST", "/close", {})
+        (seen,) = executed(trainer.place / "runs" / "j", "j", 10)
+        assert (seen["action"], seen["target"], seen["reason"]) == (*told, reason)
+
+    def test_one_that_never_ended_has_failed_when_the_run_has_ended(self, trainer: Foreign) -> None:
+        trainer.put()
+        trainer.step(0, events=[{"kind": "snapshot_taken", "step": 0}])
+        for step in range(1, 20):
+            trainer.step(step)
+        order = {"kind": "rollback", "id": "o"}
+        trainer.ask("POST", "/commands", order, 202)
+        trainer.step(20)
+        trainer.ask("POST", "/close", {})
+        said = trainer.ask("POST", "/commands", order, 202)
+        assert (said["state"], said["result"]) == (
+            "failed",
+            "its process ended before a snapshot was restored",
+        )
+
+    def test_an_order_that_the_trainer_did_not_carry_out_has_failed(self, trainer: Foreign) -> None:
+        trainer.put()
+        trainer.step(0)
+        trainer.ask("POST", "/commands", {"kind": "skip_next", "id": "o"}, 202)
+        trainer.step(1)
+        trainer.step(2, outcome=did(1, "proceed"))
+        said = trainer.ask("POST", "/commands", {"kind": "skip_next", "id": "o"}, 202)
+        assert said["state"] == "failed"
+        assert said["result"] == "it was decided, and the trainer did otherwise: proceed"
 
 
 class TestLayers:
@@ -359,7 +429,7 @@ class TestOrderIds:
         known = trainer.service.runs.get("j")
         for at in range(MAX_COMMANDS):
             made = known.orders.take(Command(f"k{at}", CommandKind.RESUME), 60.0, clock.now + 1.0)
-            known.orders.obeyed([made.command.id], 1)
+            known.orders.known([made.command.id])
         assert known.orders.get("s") is None
         assert self.order(trainer)["taken_step"] == 1
         trainer.again()

@@ -80,10 +80,19 @@ def test_no_file_asks_for_anything_outside(name: str) -> None:
 
 def test_what_the_files_import_is_there() -> None:
     wanted = {
-        found for text in TEXTS.values() for found in re.findall(r"/assets/([\w.]+)", text)
+        found
+        for text in TEXTS.values()
+        for found in re.findall(r'(?:from "\./|="assets/)([\w.]+)"', text)
     } - {"icon.svg"}
     assert wanted <= set(TEXTS)
     assert set(TEXTS) - wanted == {"index.html"}
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS))
+def test_nothing_is_asked_for_from_the_root_so_that_a_proxy_may_give_it_a_path(name: str) -> None:
+    text = TEXTS[name]
+    assert not re.findall(r'(?:href|src)="/|from "/', text)
+    assert not re.findall(r"(?<!#)\bfetch\((?!here\()", text)
 
 
 def test_no_style_and_no_handler_is_inline() -> None:

@@ -103,6 +103,25 @@ def good(connection: socket.socket, request: bytes) -> None:
     connection.sendall(reply_to(request, Accepted(run="r")))
 
 
+@pytest.mark.parametrize("prefix", ["", "/", "/ml/sentinel", "/ml/sentinel/"])
+def test_a_path_of_a_proxy_is_asked_for_and_stands_in_no_seal(prefix: str) -> None:
+    first: list[bytes] = []
+
+    def answer(connection: socket.socket, request: bytes) -> None:
+        first.append(request.split(b"\r\n")[0])
+        head = request.partition(b"\r\n\r\n")[0].decode()
+        given = head.split(f"{messages.SEAL_HEADER}: ")[1].split("\r\n")[0]
+        body = request.partition(b"\r\n\r\n")[2]
+        assert messages.sealed("", PATH, body, given)
+        good(connection, request)
+
+    with server(answer) as listener:
+        client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}{prefix}", token="")
+        client.put_state(MESSAGE, deadline_s=5.0)
+        client.close()
+    assert first == [f"PUT {prefix.rstrip('/')}{PATH} HTTP/1.1".encode()]
+
+
 def missed(client: Client, deadline_s: float = DEADLINE_S) -> tuple[str, float]:
     start = time.perf_counter()
     with pytest.raises(MissError) as caught:
@@ -418,7 +437,9 @@ def test_nobody_there_is_a_miss_at_once() -> None:
         "http://",
         "unix://relative/s",
         "http://a:b",
-        "http://a:1/x",
+        "http://a:1/x?y=1",
+        "http://a:1/x#y",
+        "http://a:1/x y",
     ],
 )
 def test_an_address_that_is_none_is_refused_with_the_forms_that_are(url: str) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from sentinel.core import engine
 from sentinel.core.ahead import Ahead, Limits
+from sentinel.core.orders import due
 from sentinel.core.policy import Policy
 from sentinel.core.types import Action, Command, Observation
 from sentinel_hooks.canary import Canary
@@ -178,9 +179,9 @@ class LateReads:
             self._read_now[why] += 1
 
     def take_orders(self) -> tuple[Command, ...]:
-        """People's orders that no observation holds yet."""
-        orders, self._orders = self._orders, ()
-        return (*orders, *self._link.take_commands())
+        """People's orders for this observation; what is of a later step waits here."""
+        orders, self._orders = due((*self._orders, *self._link.take_commands()))
+        return orders
 
     def _why_now(self, members: list[int], checked: bool) -> str:
         """What this process knows, besides the engine, against deciding on the device."""

@@ -29,10 +29,13 @@ function headers(more = {}) {
   return mine ? { ...more, authorization: `Bearer ${mine}` } : more;
 }
 
+// Where the API is: beside this page, also when a proxy puts both under a path of its own.
+export const here = (path) => new URL(path.slice(1), document.baseURI).href;
+
 export async function ask(path, { method = "GET", body, signal } = {}) {
   const options = { method, signal, headers: headers(body === undefined ? {} : { "content-type": "application/json" }), cache: "no-store", credentials: "omit" };
   if (body !== undefined) options.body = JSON.stringify(body);
-  const got = await fetch(path, options);
+  const got = await fetch(here(path), options);
   const text = await got.text();
   let data;
   try { data = JSON.parse(text); } catch { data = { detail: text.slice(0, 200) }; }
@@ -95,7 +98,7 @@ export class Live {
     alive();
     try {
       const more = this.last ? { "last-event-id": this.last } : {};
-      const got = await fetch(this.path, { headers: headers({ accept: "text/event-stream", ...more }), signal: this.abort.signal, cache: "no-store", credentials: "omit" });
+      const got = await fetch(here(this.path), { headers: headers({ accept: "text/event-stream", ...more }), signal: this.abort.signal, cache: "no-store", credentials: "omit" });
       if (!got.ok) {
         const data = await got.json().catch(() => ({}));
         throw new Refused(got.status, data.code ?? "", data.detail ?? `status ${got.status}`);

@@ -1,11 +1,11 @@
 // What is shown for which address, and how it stays true: every view loads itself from the API,
 // and again when an event says that something of it has changed.
 
-import { Live, Refused, access, ask, token } from "/assets/api.js";
-import { h, say } from "/assets/dom.js";
-import { tick, tokenDialog } from "/assets/parts.js";
-import { RunView } from "/assets/run.js";
-import { RunsView } from "/assets/runs.js";
+import { Live, Refused, access, ask, token } from "./api.js";
+import { h, say } from "./dom.js";
+import { tick, tokenDialog } from "./parts.js";
+import { RunView } from "./run.js";
+import { RunsView } from "./runs.js";
 
 const AT_MOST_EVERY_MS = 1000; // a run of 100 steps a second is shown once a second
 const ANYWAY_MS = 15000; // states like "lost" come without a step

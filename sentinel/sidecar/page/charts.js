@@ -4,8 +4,8 @@
 // Numbers: null is absent and leaves a gap; NaN and inf are marked on the upper edge, never drawn
 // as if they were a value.
 
-import { h, s } from "/assets/dom.js";
-import { shown, step as stepText } from "/assets/words.js";
+import { h, s } from "./dom.js";
+import { shown, step as stepText } from "./words.js";
 
 // ---- scales ---------------------------------------------------------------------------
 

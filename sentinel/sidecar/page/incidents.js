@@ -1,18 +1,21 @@
 // What happened to a run, and what is only advice: two lists, so that advice is never taken for an
 // alarm. Each incident leads to its steps in the charts and to its layers in the maps.
 
-import { access, ask } from "/assets/api.js";
-import { calmly, h, replace, say } from "/assets/dom.js";
-import { badge, confirmDialog, nameField, unknown } from "/assets/parts.js";
-import { guide } from "/assets/todo.js";
-import { INCIDENT_STATES, SEVERITIES, deeds, step, title } from "/assets/words.js";
+import { access, ask } from "./api.js";
+import { calmly, h, replace, say } from "./dom.js";
+import { badge, confirmDialog, nameField, unknown } from "./parts.js";
+import { guide } from "./todo.js";
+import { INCIDENT_STATES, SEVERITIES, deeds, step, title } from "./words.js";
 
-const AT_FIRST = 6;
+const AT_FIRST = 6, DEEDS = 8;
 const GRAVITY = { critical: 0, warning: 1, info: 2 };
 
 const over = (i) => i.state === "resolved";
 const idOf = (i) => `${i.number}-${i.opened}`;
 const nameOf = (i) => { const { name } = guide(i); return name ? `${title(i.key)}: ${name}` : title(i.key); };
+
+// How it began, and the newest.
+const briefly = (done) => (done.length <= DEEDS ? done : [done[0], `… ${done.length - DEEDS} lines left out`, ...done.slice(1 - DEEDS)]);
 
 export class Incidents {
   // show: {steps(incident), layer(incident, name)}
@@ -154,7 +157,7 @@ export class Incidents {
       layers.length ? h("p", {}, i.key === "instability" ? "First out of its own band: " : layers.length === 1 ? "Layer: " : "Layers: ",
         layers.slice(0, 8).map((layer, n) => [n ? ", " : "", h("button", { type: "button", class: "link", "data-key": `layer-${id}-${layer}`, onclick: () => { const now = this.#current(id); if (now) { this.unfolded.set(id, true); this.show.layer(now, layer); } } }, layer)]),
         layers.length > 8 ? ` and ${layers.length - 8} more` : "") : null,
-      done.length ? h("div", {}, "What was done:", h("ul", {}, done.slice(-8).map((text) => h("li", {}, text)))) : which === "acted" ? h("p", {}, "Nothing was done.") : null,
+      done.length ? h("div", {}, "What was done:", h("ul", {}, briefly(done).map((text) => h("li", {}, text)))) : which === "acted" ? h("p", {}, "Nothing was done.") : null,
       h("div", { class: `note todo${which === "acted" && !over(i) ? " warn" : ""}` },
         h("p", {}, help.means),
         help.steps.length ? [h("h4", {}, "What to do"), h(help.steps.length > 1 ? "ol" : "ul", {}, help.steps.map((text) => h("li", {}, link(text))))] : null,
@@ -181,7 +184,7 @@ export class Incidents {
     const input = h("select", {}, [[1800, "30 minutes"], [7200, "2 hours"], [28800, "8 hours"], [86400, "a day"]].map(([s, text]) => h("option", { value: s }, text)));
     confirmDialog({
       title: `Silence incident ${incident.number}?`, button: "Silence",
-      text: "Nobody is paged about it for that long. Sentinel goes on acting.",
+      text: ["It is shown as silenced to everybody for that long. Sentinel goes on acting.", "Alerts are of a run and go on: silence them in Alertmanager or Grafana, by the label run."],
       fields: [{ name: "for_s", label: "For", input }, nameField()],
       act: async ({ for_s, by }) => {
         await ask(`/v1/incidents/${encodeURIComponent(name)}/silence`, { method: "POST", body: { for_s: Number(for_s), by } });

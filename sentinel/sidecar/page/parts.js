@@ -1,8 +1,8 @@
 // Small parts that several views share.
 
-import { h } from "/assets/dom.js";
-import { Refused, ask, newId, person, runPath, token } from "/assets/api.js";
-import { ago } from "/assets/words.js";
+import { h } from "./dom.js";
+import { Refused, ask, newId, person, runPath, token } from "./api.js";
+import { ago } from "./words.js";
 
 // A word with its sign: [sign, tone, word].
 export function badge([sign, tone, word], more = "") {

@@ -1,7 +1,7 @@
 // Which steps are shown: the newest so many, or a stretch that somebody chose (zoomed).
 
-import { h, say } from "/assets/dom.js";
-import { step } from "/assets/words.js";
+import { h, say } from "./dom.js";
+import { step } from "./words.js";
 
 const NEWEST = [[200, "200 steps"], [1000, "1,000"], [10000, "10,000"], [null, "all"]];
 const LEAST = 10; // steps

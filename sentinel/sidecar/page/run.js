@@ -1,17 +1,17 @@
 // One run: how it is, what happened to it, what a person can do about it.
 
-import { Refused, access, ask, runPath } from "/assets/api.js";
-import { HeatMap, LineChart } from "/assets/charts.js";
-import { calmly, h, replace, say } from "/assets/dom.js";
-import { Incidents } from "/assets/incidents.js";
-import { badge, confirmDialog, nameField, sender, since, unknown } from "/assets/parts.js";
-import { Range } from "/assets/range.js";
-import { loadMap, loadSeries } from "/assets/series.js";
-import { guide } from "/assets/todo.js";
+import { Refused, access, ask, runPath } from "./api.js";
+import { HeatMap, LineChart } from "./charts.js";
+import { calmly, h, replace, say } from "./dom.js";
+import { Incidents } from "./incidents.js";
+import { badge, confirmDialog, nameField, sender, since, unknown } from "./parts.js";
+import { Range } from "./range.js";
+import { loadMap, loadSeries } from "./series.js";
+import { guide } from "./todo.js";
 import {
   COPIES, DASH, ORDERS, ORDER_STATES, PROTECTIONS, PROTECTION_MEANS, STATES, UNVERIFIED, ago, because,
   bytes, missing, number, sentence, shown, step,
-} from "/assets/words.js";
+} from "./words.js";
 
 const MAPS = [
   { signal: "layer_grad_norm", title: "Gradient norm by layer", log: true },
@@ -72,6 +72,7 @@ export class RunView {
 
   event(kind, data) {
     if (kind === "run" && COMES_BACK[data?.what]) say(COMES_BACK[data.what]);
+    if (kind === "restored" && data) this.targets.clear();
     // What changes the past of the curve is shown at once; plain steps can wait their turn.
     if (kind !== "steps") this.seriesAt = 0;
   }
@@ -103,6 +104,7 @@ export class RunView {
   // Where rollbacks went to: asked for when there is one of which it is not known.
   async #whereTo() {
     const at = this.incidents.flatMap((i) => (i.actions ?? []).filter(([, action]) => action === "rollback").map(([step]) => step));
+    if (Number.isInteger(this.about.ledger?.pending_restore)) return; // what will be restored is not known yet
     if (at.every((step) => this.targets.has(step))) return;
     const told = await ask(runPath(this.name, "/decisions")).catch(() => null);
     for (const one of told?.decisions ?? []) {
@@ -162,7 +164,8 @@ export class RunView {
   // ---- what a person can do ---------------------------------------------------------------
 
   #actions() {
-    const run = this.about, heard = run.state === "running" && !run.watched, live = heard && access.orders;
+    // A lost one may live behind a broken network: what it is told it may still hear.
+    const run = this.about, heard = ["running", "lost"].includes(run.state) && !run.watched, live = heard && access.orders;
     const paused = run.ledger?.automation === false;
     const button = (key, text, act, options = {}) => h("button", { type: "button", "data-key": key, disabled: !live, onclick: act, ...options }, text);
     if (["finished", "halted"].includes(run.state)) {
@@ -176,7 +179,7 @@ export class RunView {
       button("rollback", "Roll back…", () => this.#rollback()),
       button("scale", "Scale learning rate…", () => this.#scale()),
       button("halt", "Halt…", () => this.#order("halt"), { class: "danger" }),
-      live ? null : h("span", { class: "mute" }, heard ? `No orders from here: ${access.why}.` : run.watched && run.state === "running"
+      live ? (run.state === "lost" ? h("span", { class: "mute" }, "This run is lost: an order acts only if its trainer comes back before it expires.") : null) : h("span", { class: "mute" }, heard ? `No orders from here: ${access.why}.` : run.watched && run.state === "running"
         ? "This run reports to no sidecar, so it hears no order. To pause it, put a file PAUSE into its run directory."
         : "This run is lost: nobody would hear an order."));
   }
@@ -187,8 +190,8 @@ export class RunView {
       ...options,
       fields: [...fields, nameField()],
       act: async (given) => {
-        await send(values(given), given.by);
-        say(`Order sent: ${ORDERS[kind]}. It is carried out at the next step.`);
+        const order = await send(values(given), given.by);
+        say(`Order sent: ${ORDERS[kind]}. ${this.about.state === "lost" && order?.detail ? sentence(order.detail) : "It is carried out at the next step"}.`);
         this.refresh();
       },
     });

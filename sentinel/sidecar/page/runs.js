@@ -1,9 +1,9 @@
 // All runs at a glance: what needs somebody first, what is over last.
 
-import { ask } from "/assets/api.js";
-import { h, replace } from "/assets/dom.js";
-import { badge, since, unknown } from "/assets/parts.js";
-import { DASH, PROTECTIONS, STATES, shown, step } from "/assets/words.js";
+import { ask, here } from "./api.js";
+import { h, replace } from "./dom.js";
+import { badge, since, unknown } from "./parts.js";
+import { DASH, PROTECTIONS, STATES, shown, step } from "./words.js";
 
 const FILTER_FROM = 10, OVER_AT_FIRST = 20;
 const COLUMNS = ["Run", "State", "Protection", "Incidents", "Step", "Loss", "Gradient norm", "Last report"];
@@ -47,8 +47,8 @@ export class RunsView {
       this.count.textContent = "";
       replace(this.body, h("section", { class: "plain" },
         h("p", { class: "empty" }, "No run has reported here yet."),
-        h("p", {}, "Point a trainer at this sidecar: ", h("code", {}, `sentinel.attach(trainer, sidecar="${location.origin}")`),
-          ", or set ", h("code", {}, `SENTINEL_SIDECAR=${location.origin}`), ".")));
+        h("p", {}, "Point a trainer at this sidecar: ", h("code", {}, `sentinel.attach(trainer, sidecar="${here("/").replace(/\/$/, "")}")`),
+          ", or set ", h("code", {}, `SENTINEL_SIDECAR=${here("/").replace(/\/$/, "")}`), ".")));
       return;
     }
     this.filter.hidden = runs.length < FILTER_FROM;

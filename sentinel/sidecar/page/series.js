@@ -1,8 +1,8 @@
 // A run's curves and layer maps, as the charts want them.
 
-import { Refused, ask, runPath } from "/assets/api.js";
-import { guide } from "/assets/todo.js";
-import { number, title } from "/assets/words.js";
+import { Refused, ask, runPath } from "./api.js";
+import { guide } from "./todo.js";
+import { number, title } from "./words.js";
 
 export const HOT_SCORE = 8; // where the detector calls a loss a spike, see docs/policy.md
 const MOST_SCORED = 20000; // beyond it the sidecar does not give scores

@@ -103,7 +103,7 @@ const KINDS = [
     means: "The policy only observes: nothing was done, and whatever happened is in the weights.",
     steps: ["Is the loss back on its curve? If not, go back to a checkpoint from before it.", "A policy that acts would have done what stands above; choose it with attach(policy=...)."],
   }],
-  [(i) => /^rollback failed|no usable snapshot/.test(i.summary), {
+  [(i, did) => /^rollback failed|no usable snapshot/.test(i.summary) || (did("rollback_failed") && !did("rollback")), {
     name: "a rollback failed", more: [OPERATING, "SentinelRollbackFailed"],
     means: "A rollback was needed and not done. The step was skipped and the learning rate cut; the damage is in the weights.",
     steps: [

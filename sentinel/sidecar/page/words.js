@@ -123,13 +123,14 @@ const KEYS = {
 };
 export const title = (key) => KEYS[key] ?? key.replaceAll("_", " ").replace(/^./, (c) => c.toUpperCase());
 
-const DONE = { skip_step: "skipped", rollback: "rolled back", halt: "halted" };
+const DONE = { skip_step: "skipped", rollback: "rolled back", rollback_failed: "tried to roll back and restored nothing", halt: "halted" };
 
 // [[step, action, rule], ...] as sentences; equal neighbours are told together.
 // `targets` says where rollbacks went to, by the step at which they were done.
 export function deeds(actions, targets = new Map()) {
   const groups = [];
   for (const [at, action, rule] of actions ?? []) {
+    if (action === "left_out") { groups.push({ action, rule, from: at, to: at, count: 1 }); continue; }
     const last = groups[groups.length - 1];
     if (last && last.action === action && last.rule === rule && action.endsWith("skip_step")) {
       last.to = at;
@@ -137,6 +138,7 @@ export function deeds(actions, targets = new Map()) {
     } else groups.push({ action, rule, from: at, to: at, count: 1 });
   }
   return groups.map(({ action, rule, from, to, count }) => {
+    if (action === "left_out") return `… ${step(Number(rule))} more up to step ${step(from)}, not listed`;
     const would = action.startsWith("would_");
     const name = would ? action.slice(6) : action;
     const where = count === 1 ? `step ${step(from)}`
@@ -163,7 +165,10 @@ export const ORDERS = {
 export const ORDER_STATES = {
   pending: ["…", "warn", "waiting for the trainer"],
   delivered: ["→", "warn", "on its way to the trainer"],
+  restoring: ["→", "warn", "taken, the snapshot is not restored yet"],
   taken: ["✓", "ok", "obeyed"],
+  superseded: ["↷", "warn", "not carried out"],
+  failed: ["✖", "bad", "failed"],
   acknowledged: ["✓", "ok", "obeyed"],
   expired: ["⌛", "mute", "expired, never acted on"],
   refused: ["✖", "bad", "refused"],

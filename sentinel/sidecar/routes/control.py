@@ -28,11 +28,12 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from sentinel.core.errors import ConfigError, ProtocolError
+from sentinel.core.incidents import INSTABILITY
 from sentinel.core.state import Ledger
 from sentinel.core.types import Command, CommandKind
 from sentinel.sidecar import copies
 from sentinel.sidecar.door import TooManyError, answer, read_json, refusal, speaks_json
-from sentinel.sidecar.people import People
+from sentinel.sidecar.people import Known, People
 from sentinel.sidecar.runs import COMMAND_TTL_S, Order, RefusedError, Run
 from sentinel.sidecar.security import LOCAL, SHARED, Caller, Limits, Role
 from sentinel.sidecar.service import Service
@@ -191,9 +192,7 @@ def router(service: Service) -> APIRouter:
                 "silenced_until": until,
                 "silenced_by": by,
                 "recorded": recorded,
-                "detail": "nobody is paged about it; sentinel goes on acting"
-                if until
-                else "the silence is over",
+                "detail": _silenced(found, asked.for_s),
             }
 
         return await ordered(request, "silence", "", serve)
@@ -249,6 +248,29 @@ def router(service: Service) -> APIRouter:
         )
 
     return routes
+
+
+# The alerts that an incident of that key comes with; advice has none but this one.
+_ALERTS = {
+    INSTABILITY: "Sentinel(Rollback|RollbackFailed|NonFinite)",
+    "attention_logit": "SentinelQkNorm",
+}
+
+
+def _silenced(incident: Known, for_s: float) -> str:
+    """What a silence does, and what it does not: alerts are of a run, and not of an incident."""
+    if not for_s:
+        return "it is not shown as silenced any more; a silence in Alertmanager ends by itself"
+    said = "shown as silenced here and in sentinel_incidents; sentinel goes on acting"
+    alerts = _ALERTS.get(incident.key)
+    if alerts is None:
+        return f"{said}. No alert of ours is about such an incident"
+    minutes = math.ceil(for_s / 60.0)
+    return (
+        f"{said}. Its alerts go on; to keep them from paging: amtool silence add "
+        f"'run=\"{incident.run}\"' 'alertname=~\"{alerts}\"' --duration={minutes}m "
+        f"--comment='incident {incident.name}' (also those of a later incident of this run)"
+    )
 
 
 def _nobody() -> Caller:
@@ -370,6 +392,7 @@ def _shown(run: Run, order: Order, recorded: bool, now: float, warning: str) -> 
         "recorded": recorded,
         "run_state": run.run_state,
         "detail": _prospect(run, order, now),
+        "result": order.detail,
         "warning": warning,
     }
 
@@ -378,7 +401,14 @@ def _prospect(run: Run, order: Order, now: float) -> str:
     """What is to be expected of an order, in one sentence."""
     match order.state:
         case "taken":
-            return "the trainer has obeyed"
+            said = f": {order.detail}" if order.detail else ""
+            return f"the trainer has obeyed{said}"
+        case "restoring":
+            return "the trainer has taken it and has not restored the snapshot yet"
+        case "superseded":
+            return f"not carried out: {order.detail}"
+        case "failed":
+            return f"it failed: {order.detail}"
         case "expired":
             return "it has expired and was never acted on; a new order needs a new id"
     until = datetime.fromtimestamp(order.expires, UTC).strftime("%H:%M:%S UTC")

@@ -139,6 +139,20 @@ class Chronicle:
             self._hub.publish("decision", run.name, row)
             self._marks.decided(run.name, run.incarnation, row)
 
+    def restored(
+        self, run: Run, step: int, target: int | None, why: str = "", *, live: bool = True
+    ) -> None:
+        """How a rollback ended, before that step: its decision is told as what was done.
+
+        Args:
+            target: the snapshot that was restored; None: none was, `why` says the reason.
+            live: it is told to everybody, now.
+        """
+        self._store.end_rollback(run.name, run.incarnation, step, target, why)
+        if live:
+            told = {"step": step, "target": target, "failed": why}
+            self._hub.publish("restored", run.name, told)
+
     def undone(self, run: Run, step: int) -> None:
         """The action decided at that step was not carried out after all."""
         self._store.drop_decision(run.name, run.incarnation, step)

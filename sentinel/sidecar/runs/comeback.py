@@ -33,6 +33,7 @@ from sentinel.sidecar.store.models import RunRow
 from sentinel.sidecar.store.record import (
     acted,
     newest_chapter,
+    newest_ends,
     newest_steps,
     reports_on_disk,
 )
@@ -170,6 +171,11 @@ class Comeback:
                 live=False,
                 found=record.at is not None,
             )
+        if acted(found):
+            for end in newest_ends(self._store.run_directory(run.name), run.incarnation):
+                target = end.target if isinstance(end, Restored) else None
+                why = "" if isinstance(end, Restored) else end.reason
+                self._chronicle.restored(run, end.step, target, why, live=False)
 
     def _sound(self, row: RunRow, now: float) -> Run | None:
         try:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from sentinel.core import orders
 from sentinel.core.errors import ProtocolError
 from sentinel.core.events import Event
 from sentinel.core.policy import Policy
@@ -176,7 +177,7 @@ class JsonTrainers:
             noted = session.with_stats(event, state)
             state = mirror.note(noted, run.policy)
             moves.append(codec.wire_event(noted))
-        observation = replace(observation, commands=run.orders.to_tell(now)[0])
+        observation = replace(observation, commands=orders.due(run.orders.to_tell(now)[0])[0])
         seq = mirror.next_seq + hole
         started = self._timer()
         decision = mirror.decide(seq, observation, run.policy)

@@ -28,6 +28,7 @@ from sentinel.sidecar.runs.run import Run
 from sentinel.sidecar.store.record import DECIDED, LATE, Record
 from sentinel.sidecar.store.store import Store
 from sentinel.wire import codec
+from sentinel.wire.codec import WireRestored, WireRestoreFailed
 from sentinel.wire.messages import Frame, Move, WireOutcome
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class Recording:
         figures.step(row, observation, decision, now)
         if self._hub.listeners:
             self._hub.steps(run.name, row)
-        run.orders.obeyed((c.id for c in observation.commands), observation.step)
+        run.orders.reported(observation, decision)
         mirror.noted(observation, decision)
         return kept
 
@@ -164,7 +165,7 @@ class Recording:
             )
         )
         figures.carried_out(frame.moves, decides=run.decides, decision=run.mirror.decision)
-        run.orders.obeyed((c.id for c in seen.commands), seen.step)
+        run.orders.reported(codec.core_observation(seen), decision)
 
     def _write(
         self,
@@ -182,6 +183,7 @@ class Recording:
     ) -> bool:
         """Put a report on disk; False when the disk fails."""
         self.outcomes(run, frame.moves, now, of=frame.seq - 1)
+        self.ended(run, frame.moves)
         events = [codec.encode(move) for move in frame.moves if not isinstance(move, WireOutcome)]
         executed = None if decision is None else decision.action
         record = self._record_of(run)
@@ -252,8 +254,18 @@ class Recording:
                     )
                     break
 
+    def ended(self, run: Run, moves: Iterable[Move]) -> None:
+        """How rollbacks ended: what was restored need not be what was decided."""
+        run.orders.happened(moves)
+        for move in moves:
+            if isinstance(move, WireRestored):
+                self._chronicle.restored(run, move.step, move.target)
+            elif isinstance(move, WireRestoreFailed):
+                self._chronicle.restored(run, move.step, None, move.reason)
+
     def after(self, run: Run, moves: Iterable[Move]) -> None:
         """Keep what happened after the last report: a snapshot, or the end of a rollback."""
+        self.ended(run, moves)
         events = [codec.encode(move) for move in moves if not isinstance(move, WireOutcome)]
         record = run.kept.record
         if events and record is not None:
@@ -268,5 +280,7 @@ def _attempt(run: Run, step: int) -> int:
     for row in reversed(run.figures.recent):
         if row.step == step:
             return row.attempt
-    state = run.mirror.state
+    before, state = run.mirror.before, run.mirror.state
+    if before is not None and before.step == step + 1:
+        state = before  # a restore has been noted in the present one already
     return 0 if state is None else state.ledger.attempt

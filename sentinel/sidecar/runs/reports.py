@@ -104,7 +104,7 @@ class Reports:
         state = codec.decode_state(message.state)
         mirror.take(state, message.seq)
         run.figures.handovers += 1
-        run.orders.obeyed(state.ledger.commands)
+        run.orders.known(state.ledger.commands)
         self._chronicle.incidents(run, now)
         logger.info("state handed over run=%s step=%s", run.name, state.step)
 

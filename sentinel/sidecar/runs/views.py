@@ -82,6 +82,7 @@ def details(run: Run, now: float) -> dict[str, Any]:
                 "command": order.command,
                 "state": order.state,
                 "taken_step": order.taken_step,
+                "detail": order.detail,
                 "issued_at": order.issued,
                 "expires_at": order.expires,
             }

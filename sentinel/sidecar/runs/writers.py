@@ -141,6 +141,8 @@ class Writers:
             first: the oldest report that may still come, if nothing of it is on disk.
         """
         new.orders = self._registry.claim_orders(new.name)
+        if not again:
+            new.orders.cut_off()
         if old is not None:
             new.silenced, new.refused = old.silenced, old.refused
             if again:

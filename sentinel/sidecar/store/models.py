@@ -84,7 +84,12 @@ class IncidentRow(Base):
 
 
 class DecisionRow(Base):
-    """One executed action other than PROCEED; a frame has at most one, however often it is sent."""
+    """One executed action other than PROCEED; a frame has at most one, however often it is sent.
+
+    Attributes:
+        action: as the core names it, or `rollback_failed`: decided, and nothing was restored.
+        target: of a rollback: what was restored; until that is known, what was decided.
+    """
 
     __tablename__ = "decision"
     __table_args__ = (UniqueConstraint("run", "incarnation", "step", "attempt"),)
@@ -124,9 +129,10 @@ class CommandRow(Base):
 
     Attributes:
         argument: {"value": x} for scale_lr, {"target": n} for rollback and ack.
-        state: pending, delivered, acknowledged, expired or refused.
+        state: pending, delivered, acknowledged (taken), restoring, superseded, failed or expired.
         key: idempotency key; the same one again is the same order.
-        step: at which the trainer carried it out.
+        step: at which the trainer carried it out, or could not.
+        detail: why it was not simply done, or which snapshot was restored.
     """
 
     __tablename__ = "command"

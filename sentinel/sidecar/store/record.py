@@ -28,8 +28,8 @@ from typing import Any
 
 import msgspec
 
-from sentinel.core.errors import TraceError
-from sentinel.core.events import Event
+from sentinel.core.errors import ProtocolError, TraceError
+from sentinel.core.events import Event, Restored, RestoreFailed
 from sentinel.core.policy import Policy
 from sentinel.core.state import State
 from sentinel.core.types import Action, Outcome, Source
@@ -484,6 +484,18 @@ def newest_steps(directory: Path, incarnation: str) -> list[StepRecord]:
             return []
         return [item for item in _items(segment, columns=False) if isinstance(item, StepRecord)]
     except (TraceError, OSError):
+        return []
+
+
+def newest_ends(directory: Path, incarnation: str) -> list[Restored | RestoreFailed]:
+    """How the rollbacks of the newest segment ended; nothing on any trouble."""
+    try:
+        segment = _newest(directory, incarnation)
+        if segment is None:
+            return []
+        items = _items(segment, columns=False)
+        return [item for item in items if isinstance(item, Restored | RestoreFailed)]
+    except (TraceError, ProtocolError, OSError):
         return []
 
 

@@ -294,6 +294,21 @@ class Store:
         key = (run, incarnation, step)
         self.database.submit(partial(writes.drop_decision, key=key), what="executed action")
 
+    def end_rollback(
+        self, run: str, incarnation: str, before: int, target: int | None, why: str
+    ) -> None:
+        """Write what the newest rollback before that step came to; see writes.end_rollback."""
+        self.database.submit(
+            partial(
+                writes.end_rollback,
+                key=(run, incarnation),
+                before=before,
+                target=target,
+                why=why,
+            ),
+            what="end of a rollback",
+        )
+
     def save_incidents(self, run: str, incidents: Iterable[Incident], now: float) -> None:
         """Write those incidents as they are now."""
         for incident in incidents:

@@ -22,6 +22,8 @@ from sentinel.core.state import Incident
 from sentinel.sidecar.store.database import Work
 from sentinel.sidecar.store.models import DecisionRow, IncidentRow, MarkRow, RunRow
 
+FAILED = "rollback_failed"
+RESTORE_WITHIN = 8  # steps after its decision
 Heard = Mapping[str, tuple[float, int | None]]  # by run: when, and its newest step
 
 
@@ -60,6 +62,8 @@ def save_decision(session: Session, *, values: Mapping[str, Any], mark: bool) ->
             session.add(MarkRow(**{name: values[name] for name in names}))
         session.add(DecisionRow(**values))
         return
+    if values["action"] == "rollback" and old.action in ("rollback", FAILED):
+        return  # how it ended may be written there
     for name in ("action", "rule", "reason", "target", "source"):
         setattr(old, name, values[name])
 
@@ -74,6 +78,38 @@ def drop_decision(session: Session, *, key: tuple[str, str, int]) -> None:
     """It was not carried out after all, and Grafana is not to be told of it."""
     for table in (DecisionRow, MarkRow):
         session.execute(of(table, key))
+
+
+def end_rollback(
+    session: Session, *, key: tuple[str, str], before: int, target: int | None, why: str
+) -> None:
+    """The newest rollback of that run and incarnation went to `target`, or nowhere (None).
+
+    Written as what was done: another snapshot than was decided on, or an action of the name
+    `rollback_failed`. Doing it twice changes nothing.
+    """
+    row = session.scalar(
+        select(DecisionRow)
+        .where(
+            DecisionRow.run == key[0],
+            DecisionRow.incarnation == key[1],
+            # A restore of which nobody has decided, in a trainer in another language, is not one.
+            DecisionRow.step.between(before - RESTORE_WITHIN, before - 1),
+            DecisionRow.action.in_(("rollback", FAILED)),
+        )
+        .order_by(DecisionRow.id.desc())
+        .limit(1)
+    )
+    if row is None or row.target == target:
+        return
+    decided = row.target
+    row.target = target
+    if target is None:
+        row.action = FAILED
+        row.reason = f"{row.reason}; nothing was restored: {why}"
+    else:
+        row.action = "rollback"
+        row.reason = f"{row.reason}; the snapshot of step {decided} could not be used"
 
 
 def incident_row(session: Session, run: str, number: int, opened: int) -> IncidentRow | None:
