@@ -180,7 +180,7 @@ export class RunView {
       button("scale", "Scale learning rate…", () => this.#scale()),
       button("halt", "Halt…", () => this.#order("halt"), { class: "danger" }),
       live ? (run.state === "lost" ? h("span", { class: "mute" }, "This run is lost: an order acts only if its trainer comes back before it expires.") : null) : h("span", { class: "mute" }, heard ? `No orders from here: ${access.why}.` : run.watched && run.state === "running"
-        ? "This run reports to no sidecar, so it hears no order. To pause it, put a file PAUSE into its run directory."
+        ? "This run does not report here, so it hears no order from here. To pause it, put a file PAUSE into its run directory."
         : "This run is lost: nobody would hear an order."));
   }
 
