@@ -433,6 +433,5 @@ def _parse(url: str) -> tuple[str, str, int, str]:
     if port != -1 and parts.scheme == "http" and parts.hostname and plain:
         return "", parts.hostname, 80 if port is None else port, parts.path.rstrip("/")
     raise ConfigError(
-        "sidecar must be http://host:port or unix:///path/to/socket (the first with a path, where "
-        f"a proxy gives it one), got {url!r}"
+        f"sidecar must be http://host:port[/path] or unix:///path/to/socket, got {url!r}"
     )

@@ -89,7 +89,7 @@ A_FOLDER = (
     "run_dir must be the path of a folder, got {!r}; for the current one give '.', to write no "
     "trace record=False"
 )
-A_SIDECAR = "sidecar must be http://host:port or unix:///path/to/socket, got {!r}"
+A_SIDECAR = "sidecar must be http://host:port[/path] or unix:///path/to/socket, got {!r}"
 SIDECAR_TYPE = "sidecar must be 'auto', None, http://host:port or unix:///path/to/socket, got {!r}"
 A_FUNCTION = "{0} must be a function without arguments, got {1}; wrap it: {0}=lambda: ..."
 POLICY_TYPE = (
