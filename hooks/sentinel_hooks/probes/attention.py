@@ -37,7 +37,7 @@ Shapes:  column float32 [L]; NOT_MEASURED in rows without attention, or whose at
          beside finite ones do not show.
 Units:   scaled scores before the softmax, masks and biases included.
 Purity:  does not wait for the device; keeps a few KB of small tensors until the gate.
-Threads: one training thread.
+Threads: any may run forwards; the gate's is the one that steps.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ from sentinel_hooks.probes.places import (
     FEW,
     FULL_AGAIN,
     SOME,
+    THREAD,
     WATCHED,
     WHERE,
     Enter,
@@ -178,7 +179,7 @@ class AttentionProbe(Quiet):
         """Reduce what was captured to small vectors on the device."""
         self._step = step
         self._gates += 1
-        WHERE.place = None  # an exception may have left a forward half way
+        THREAD.here.forget()
         self._groups = []
         self._pending = []
         with torch.no_grad():

@@ -49,7 +49,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sentinel_hooks.probes import exact
-from sentinel_hooks.probes.places import ALL, FEW, WHERE, Place, is_exporting, is_traced_through
+from sentinel_hooks.probes.places import (
+    ALL,
+    FEW,
+    THREAD,
+    WHERE,
+    Place,
+    is_exporting,
+    is_traced_through,
+)
 from sentinel_hooks.seams.patch import Patch
 from sentinel_hooks.seams.safe_point import is_tracing, is_transforming
 
@@ -159,13 +167,13 @@ def _run_enter(token: Tensor, slot: Tensor) -> None:
     place = WHERE.by_address.get(slot.data_ptr())
     WHERE.compiled = True
     if place is not None:
-        WHERE.enter(place)
+        THREAD.here.enter(place)
 
 
 def _run_leave(token: Tensor, slot: Tensor) -> None:
     place = WHERE.by_address.get(slot.data_ptr())
     if place is not None:
-        WHERE.leave(place)
+        THREAD.here.leave(place)
 
 
 def _run_attended(
@@ -178,7 +186,7 @@ def _run_attended(
     causal: bool,
     scale: float | None,
 ) -> None:
-    place = WHERE.place
+    place = THREAD.here.place
     if place is None:
         WHERE.lost += CAPTURE.listening
         return
@@ -199,7 +207,7 @@ def _run_attended(
 
 
 def _run_scored(token: Tensor, best: Tensor, least: Tensor) -> None:
-    place = WHERE.place
+    place = THREAD.here.place
     if place is None or not best.numel() or _again(place):
         return
     if not place.counts:
@@ -316,7 +324,7 @@ def scaled_dot_product_attention(
         q, k, mask = _as_computed(query), _as_computed(key), _detached(attn_mask)
         torch.ops.torch_sentinel.attended(order, lse, best, q, k, mask, is_causal, scale)
         return out
-    place = WHERE.place
+    place = THREAD.here.place
     if place is None:
         if torch.is_grad_enabled():
             WHERE.lost += CAPTURE.listening
@@ -594,7 +602,7 @@ def _look_at_traced_scores(scores: Any, dim: Any) -> None:
 
 
 def _look_at_scores(scores: Any, dim: Any) -> None:
-    place = WHERE.place
+    place = THREAD.here.place
     if (
         place is None
         or not torch.is_grad_enabled()
@@ -641,7 +649,7 @@ def _watch_flash(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        place = WHERE.place
+        place = THREAD.here.place
         if (
             torch.compiler.is_compiling()
             or place is None
@@ -682,7 +690,7 @@ def _watch_flex(original: Callable[..., Any], request: Callable[..., Any]) -> Ca
 
     @functools.wraps(original)
     def watched(query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        place = WHERE.place
+        place = THREAD.here.place
         if (
             torch.compiler.is_compiling()
             or place is None
@@ -730,7 +738,7 @@ class Capture:
         self._probes.discard(probe)
         if not self._probes:
             self._patches = [p for p in reversed(self._patches) if not p.remove()][::-1]
-            WHERE.place = None
+            THREAD.here.forget()
 
     def _install(self, modules: Iterable[nn.Module]) -> None:
         stands: list[tuple[Any, Any]] = [
