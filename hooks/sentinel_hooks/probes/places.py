@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.probes import capping
 from sentinel_hooks.seams.safe_point import INERT
 
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
@@ -53,6 +54,7 @@ class Place:
 
     __slots__ = (
         "attention",
+        "cap",
         "counts",
         "entered",
         "floor",
@@ -66,6 +68,7 @@ class Place:
         "math",
         "measurements",
         "name",
+        "named_cap",
         "passed",
         "patience",
         "raw",
@@ -99,6 +102,8 @@ class Place:
         self.patience = REMEMBERED
         self.unknown = 0  # steps in which it was not known
         self.shifted = False  # the last scores had rows of which the maximum was subtracted
+        self.named_cap = 0.0  # the soft cap of its scores, by its module's attributes
+        self.cap: float | None = None  # by what it computed: 0.0 none, nan not known, None not yet
         self.passed = 0  # softmaxes that looked like attention, and were not taken for it
         self.math = False  # the last call took a path without a log-sum-exp
         self.seen = False  # captured in a forward since the last step: a recomputation adds nothing
@@ -304,6 +309,7 @@ def find(
     ):
         place = Place(name or type(module).__name__, row, attention, heads, slot)
         place.counts = counts
+        place.named_cap = capping.by_name(module)
         places.append((module, place))
     return places
 
