@@ -23,11 +23,13 @@ Memory:  the small outputs, at most 1 MB, stay until the gate; one that somebody
          the block is told by its version, is left out once, and is reduced at once from then on.
 Purity:  does not wait for the device. Under no_grad (evaluation), and when a forward is recomputed
          in a backward pass, nothing is measured; nor inside of torch.jit.trace and torch.func.
-Threads: one training thread.
+Threads: forwards in several threads at once are all measured, each like a micro-batch; replicas on
+         several devices (DataParallel) on the device whose output came first.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -217,6 +219,7 @@ class ActivationProbe(Quiet):
         self._modules, self._blocks = _blocks(models, table)
         self._buffers: dict[torch.device, Tensor] = {}
         self._handles: list[Any] = []
+        self._lock = threading.Lock()  # replicas in threads write into the same slots
         self._taken: list[tuple[int, npt.NDArray[np.intp]]] = []  # slots used, state by block
         self._small: list[tuple[list[int], int]] = []  # rows, elements of each
         self._vectors: list[Tensor] = []
@@ -256,16 +259,21 @@ class ActivationProbe(Quiet):
         if (again and block.seen) or block.trouble:
             return
         block.seen = block.seen or not again
-        if block.lone and keep and x.numel() <= SMALL:
-            block.lone = False
-            block.kept = x.detach()  # shares memory and version
-            block.kept_version = x._version
-            return
-        block.lone = False
         try:
-            self._take(block, x.detach())
+            with self._lock:
+                self._keep(block, x, keep)
         except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
             block.trouble = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+    def _keep(self, block: Block, x: Tensor, keep: bool) -> None:
+        """A small one for the gate, any other measured at once."""
+        small = block.lone and keep and x.numel() <= SMALL
+        block.lone = False
+        if small:
+            block.kept = x.detach()  # shares memory and version
+            block.kept_version = x._version
+        else:
+            self._take(block, x.detach())
 
     def _take(self, block: Block, x: Tensor) -> None:
         if not x.is_floating_point():
@@ -274,6 +282,8 @@ class ActivationProbe(Quiet):
         if not x.numel():
             return
         if block.device != x.device or not block.views:
+            if block.count:  # a replica on a device of its own: those of one device count
+                return
             self._settle_in(block, x.device)
         self._write(block, x)
         block.numel += x.numel()

@@ -32,12 +32,15 @@ a log-sum-exp of exactly 0. No row that sees two keys or more comes to that by i
 of exactly 0 is nan here. Attention over a single key, which may, is computed; so is the step after
 one in which masks seem to have left nothing, as they would then too.
 
+Scores with a soft cap (Gemma 2, Grok) never pass it: the column says what they were before, see
+capping.py.
+
 Shapes:  column float32 [L]; NOT_MEASURED in rows without attention, or whose attention did not run.
          Query rows that see no key at all say nothing. nan passes through; on the CPU, rows of nan
          beside finite ones do not show.
-Units:   scaled scores before the softmax, masks and biases included.
+Units:   scaled scores before the softmax and a soft cap, masks and biases included.
 Purity:  does not wait for the device; keeps a few KB of small tensors until the gate.
-Threads: one training thread.
+Threads: any may run forwards; the gate's is the one that steps.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ from sentinel_hooks.probes.places import (
     FEW,
     FULL_AGAIN,
     SOME,
+    THREAD,
     WATCHED,
     WHERE,
     Enter,
@@ -178,7 +182,7 @@ class AttentionProbe(Quiet):
         """Reduce what was captured to small vectors on the device."""
         self._step = step
         self._gates += 1
-        WHERE.place = None  # an exception may have left a forward half way
+        THREAD.here.forget()
         self._groups = []
         self._pending = []
         with torch.no_grad():
@@ -386,6 +390,8 @@ class AttentionProbe(Quiet):
             own = [p for m, p in self._places if p.trouble and _holds(module, m)]
             blind.setdefault(_reason(own[0] if own else place), []).append(place.name)
         for _, place in self._places:
+            if place.cap is not None and place.cap != place.cap:
+                blind.setdefault(_CAPPED, []).append(place.name)
             if (place.trouble and place.measurements) or place.shifted:
                 blind.setdefault(_reason(place), []).append(place.name)
             elif place.passed and not place.measurements:
@@ -405,21 +411,28 @@ class AttentionProbe(Quiet):
         return spots
 
     def notes(self) -> list[str]:
-        """Where the column could not say on which side of the threshold a layer was."""
-        places = [place for _, place in self._places if place.unknown]
-        if not places:
-            return []
-        steps = sum(place.unknown for place in places)
-        names = _names([place.name for place in places])
-        return [
-            (
-                f"attention logits of {names} lay between bounds on either side of "
-                f"{self._threshold:g} in {steps} steps, before they were computed exactly; the "
-                f"column says {self._threshold:g} there"
-            )
-        ]
+        """Soft caps, and where the column could not say on which side of the threshold it was."""
+        said = []
+        capped = [p for _, p in self._places if p.cap and p.cap == p.cap and p.measurements]
+        for cap in dict.fromkeys(p.cap for p in capped):
+            names = _names([p.name for p in capped if p.cap == cap])
+            said.append(f"attention logits of {names} are those before its soft cap of {cap:g}")
+        why = "before they were computed exactly", "since its soft cap leaves too little of them"
+        for closed in (False, True):
+            places = [p for _, p in self._places if p.unknown and (p in capped) is closed]
+            if places:
+                said.append(
+                    f"attention logits of {_names([p.name for p in places])} lay between bounds on "
+                    f"either side of {self._threshold:g} in {sum(p.unknown for p in places)} "
+                    f"steps, {why[closed]}; the column says {self._threshold:g} there"
+                )
+        return said
 
 
+_CAPPED = (
+    "a tanh bounds its scores, and by how much cannot be read: the column has them after it",
+    "give the module, or its config, the bound as an attribute attn_logit_softcapping",
+)
 _PASSED = (
     "it takes softmaxes that look like attention, but no name says so, nor of what is around it",
     "call F.scaled_dot_product_attention, or name the module (or its class) attn or attention",

@@ -48,8 +48,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sentinel_hooks.probes import exact
-from sentinel_hooks.probes.places import ALL, FEW, WHERE, Place, is_exporting, is_traced_through
+from sentinel_hooks.probes import capping, exact
+from sentinel_hooks.probes.places import (
+    ALL,
+    FEW,
+    THREAD,
+    WHERE,
+    Place,
+    is_exporting,
+    is_traced_through,
+)
 from sentinel_hooks.seams.patch import Patch
 from sentinel_hooks.seams.safe_point import is_tracing, is_transforming
 
@@ -122,15 +130,32 @@ def keep_scores(place: Place, best_H: Tensor) -> None:
     place.high.append(best_H)
 
 
-def _keep_softmax(place: Place, best: Tensor, least: Tensor) -> None:
+def _keep_softmax(place: Place, best: Tensor, least: Tensor, eps: float) -> None:
     """Keep what a softmax was given: the largest and the smallest of its rows' maxima.
 
     Both exactly 0: the maxima were subtracted. A lower bound of inf above an upper one of 0 says so
-    to those who read it.
+    to those who read it. Of scores with a soft cap it is what they were before.
     """
-    best, least = best.float(), least.float()
-    place.low.append(torch.where((best == 0.0) & (least == 0.0), math.inf, best))
-    place.high.append(best)
+    low = high = best.float()
+    if place.cap and place.cap == place.cap:
+        low, high = capping.undone(low, place.cap, eps)
+    place.low.append(torch.where((best == 0.0) & (least == 0.0), math.inf, low))
+    place.high.append(high)
+
+
+def _soft_cap(place: Place, scores: Tensor) -> float:
+    """Tells the place its soft cap, and us by how much rounding has blurred the scores.
+
+    Where there was none at first there is none: only those that have one are asked again.
+    """
+    if place.cap == 0.0:
+        return 0.0
+    if scores.grad_fn is None:
+        place.cap = place.named_cap
+        return capping.rounding(scores.dtype)
+    cap, eps = capping.of_scores(scores)
+    place.cap = place.named_cap or cap if cap != cap else cap
+    return eps
 
 
 def _again(place: Place) -> bool:
@@ -159,13 +184,13 @@ def _run_enter(token: Tensor, slot: Tensor) -> None:
     place = WHERE.by_address.get(slot.data_ptr())
     WHERE.compiled = True
     if place is not None:
-        WHERE.enter(place)
+        THREAD.here.enter(place)
 
 
 def _run_leave(token: Tensor, slot: Tensor) -> None:
     place = WHERE.by_address.get(slot.data_ptr())
     if place is not None:
-        WHERE.leave(place)
+        THREAD.here.leave(place)
 
 
 def _run_attended(
@@ -178,7 +203,7 @@ def _run_attended(
     causal: bool,
     scale: float | None,
 ) -> None:
-    place = WHERE.place
+    place = THREAD.here.place
     if place is None:
         WHERE.lost += CAPTURE.listening
         return
@@ -199,14 +224,15 @@ def _run_attended(
 
 
 def _run_scored(token: Tensor, best: Tensor, least: Tensor) -> None:
-    place = WHERE.place
+    place = THREAD.here.place
     if place is None or not best.numel() or _again(place):
         return
     if not place.counts:
         place.passed += 1
         return
     try:
-        _keep_softmax(place, best.clone(), least.clone())
+        place.cap = place.named_cap or place.cap  # compiled code has no graph that could tell
+        _keep_softmax(place, best.clone(), least.clone(), capping.rounding(best.dtype))
         _note(place)
     except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
         _failed(place, error)
@@ -316,7 +342,7 @@ def scaled_dot_product_attention(
         q, k, mask = _as_computed(query), _as_computed(key), _detached(attn_mask)
         torch.ops.torch_sentinel.attended(order, lse, best, q, k, mask, is_causal, scale)
         return out
-    place = WHERE.place
+    place = THREAD.here.place
     if place is None:
         if torch.is_grad_enabled():
             WHERE.lost += CAPTURE.listening
@@ -594,7 +620,7 @@ def _look_at_traced_scores(scores: Any, dim: Any) -> None:
 
 
 def _look_at_scores(scores: Any, dim: Any) -> None:
-    place = WHERE.place
+    place = THREAD.here.place
     if (
         place is None
         or not torch.is_grad_enabled()
@@ -617,7 +643,7 @@ def _look_at_scores(scores: Any, dim: Any) -> None:
         if scores.dim() == 3:  # one sequence's heads after the other's, if their number is known
             heads = place.heads if place.heads and best.numel() % place.heads == 0 else 1
             best, least = best.view(-1, heads).amax(0), least.view(-1, heads).amin(0)
-        _keep_softmax(place, best, least)
+        _keep_softmax(place, best, least, _soft_cap(place, scores))
         _note(place)
     except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
         _failed(place, error)
@@ -635,13 +661,16 @@ _FLASH = (
 )
 
 
+_TANH_APPROX = 2.0**-10  # they take the GPU's tanh.approx, with a relative error of 2**-11
+
+
 def _watch_flash(original: Callable[..., Any]) -> Callable[..., Any]:
     """flash-attn's function, asked for its log-sum-exp as well."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        place = WHERE.place
+        place = THREAD.here.place
         if (
             torch.compiler.is_compiling()
             or place is None
@@ -668,7 +697,15 @@ def _watch_flash(original: Callable[..., Any]) -> Callable[..., Any]:
                 int(given.arguments.get("max_seqlen_k") or 0),
                 *(t.size(1) for n, t in given.arguments.items() if n in ("k", "kv", "qkv")),
             )
-            keep_lse(place, lse, None, None, None, False, None, keys)
+            cap = float(given.arguments.get("softcap") or 0.0)
+            if cap > 0.0:
+                place.cap = cap
+                most = lse.amax((0, 2)).float()
+                low, high = most - math.log(keys), most.clamp(max=cap)
+                place.low.append(capping.undone(low, cap, _TANH_APPROX)[0])
+                place.high.append(capping.undone(high, cap, _TANH_APPROX)[1])
+            else:
+                keep_lse(place, lse, None, None, None, False, None, keys)
             _note(place)
         except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
             _failed(place, error)
@@ -682,7 +719,7 @@ def _watch_flex(original: Callable[..., Any], request: Callable[..., Any]) -> Ca
 
     @functools.wraps(original)
     def watched(query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        place = WHERE.place
+        place = THREAD.here.place
         if (
             torch.compiler.is_compiling()
             or place is None
@@ -695,7 +732,15 @@ def _watch_flex(original: Callable[..., Any], request: Callable[..., Any]) -> Ca
             return original(query, *args, **kwargs)
         out, aux = original(query, *args, **kwargs, return_aux=request(max_scores=True))
         try:
-            keep_scores(place, aux.max_scores.detach().amax((0, 2)))
+            best = aux.max_scores.detach().amax((0, 2))
+            score_mod = args[2] if len(args) > 2 else kwargs.get("score_mod")
+            if place.named_cap and score_mod is not None:  # these are the scores after it
+                place.cap = place.named_cap
+                low, high = capping.undone(best, place.cap, capping.rounding(query.dtype))
+                place.low.append(low)
+                place.high.append(high)
+            else:
+                keep_scores(place, best)
             _note(place)
         except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
             _failed(place, error)
@@ -730,7 +775,7 @@ class Capture:
         self._probes.discard(probe)
         if not self._probes:
             self._patches = [p for p in reversed(self._patches) if not p.remove()][::-1]
-            WHERE.place = None
+            THREAD.here.forget()
 
     def _install(self, modules: Iterable[nn.Module]) -> None:
         stands: list[tuple[Any, Any]] = [

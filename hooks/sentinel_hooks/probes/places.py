@@ -1,7 +1,7 @@
 """Places: modules whose forward may compute attention, and the row of the table each belongs to.
 
     places = find(models, table)             one Place for each module that may be running
-    WHERE.place                              the innermost one whose forward runs now, or None
+    THREAD.here.place                        the innermost one whose forward runs now, or None
 
 A call of F.scaled_dot_product_attention knows nothing of layers; hooks on the modules around it
 do. The innermost module that is not one of torch's own leaves names the call. In compiled code the
@@ -14,13 +14,17 @@ An attention is told by its name or its class's. What lies in one counts as atte
 A place's row is the module itself if the table has it, else its query projection, else the first
 layer in it, else the row of the module around it.
 
-Threads: one training thread.
+Threads: each has its own forward. An actor that asks the model, or evaluation beside the training,
+         does not move the place of the thread that trains; which one that is need not be known.
+         Replicas in threads and autograd's own, which recompute on CUDA, find their way like this
+         too. A process-wide place would give one thread's attention to another's layer.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.probes import capping
 from sentinel_hooks.seams.safe_point import INERT
 
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
@@ -49,6 +54,7 @@ class Place:
 
     __slots__ = (
         "attention",
+        "cap",
         "counts",
         "entered",
         "floor",
@@ -62,7 +68,7 @@ class Place:
         "math",
         "measurements",
         "name",
-        "outer",
+        "named_cap",
         "passed",
         "patience",
         "raw",
@@ -87,7 +93,6 @@ class Place:
         self.counts = attention  # its softmax is attention: by its name, or that of one around it
         self.heads = heads
         self.slot = slot  # its address names the place in compiled code
-        self.outer: Place | None = None
         self.entered = False  # its forward has run
         self.measurements = 0
         self.level = SOME
@@ -97,6 +102,8 @@ class Place:
         self.patience = REMEMBERED
         self.unknown = 0  # steps in which it was not known
         self.shifted = False  # the last scores had rows of which the maximum was subtracted
+        self.named_cap = 0.0  # the soft cap of its scores, by its module's attributes
+        self.cap: float | None = None  # by what it computed: 0.0 none, nan not known, None not yet
         self.passed = 0  # softmaxes that looked like attention, and were not taken for it
         self.math = False  # the last call took a path without a log-sum-exp
         self.seen = False  # captured in a forward since the last step: a recomputation adds nothing
@@ -129,29 +136,50 @@ class Place:
         self.seen = False
 
 
-class Where:
-    """The place whose forward is running. Process-wide: so are the functions that ask."""
+class Here:
+    """Where one thread's forward is."""
 
-    __slots__ = ("by_address", "compiled", "lost", "place")
+    __slots__ = ("outer", "place")
 
     def __init__(self) -> None:
         self.place: Place | None = None
-        self.by_address: dict[int, Place] = {}
-        self.compiled = False  # a compiled module has told us where it is
-        self.lost = 0  # calls outside of every place
+        # By place, so that what exceptions leave behind is no more than there are places: a
+        # checkpoint that stops early raises out of each forward that it recomputes.
+        self.outer: dict[Place, Place | None] = {}
 
     def enter(self, place: Place) -> None:
         """The forward of `place` begins."""
         place.entered = True
-        place.outer = self.place
+        self.outer[place] = self.place
         self.place = place
 
     def leave(self, place: Place) -> None:
         """It ended; whatever was inside and raised is over too."""
-        self.place = place.outer
-        place.outer = None
+        self.place = self.outer.pop(place, None)
+
+    def forget(self) -> None:
+        """No forward runs: an exception may have left one half way."""
+        self.place = None
+        self.outer.clear()
 
 
+class _Thread(threading.local):
+    def __init__(self) -> None:  # once in each thread
+        self.here = Here()
+
+
+class Where:
+    """What concerns the forwards of all threads. Process-wide: so are the functions that ask."""
+
+    __slots__ = ("by_address", "compiled", "lost")
+
+    def __init__(self) -> None:
+        self.by_address: dict[int, Place] = {}
+        self.compiled = False  # a compiled module has told us where it is
+        self.lost = 0  # calls outside of every place
+
+
+THREAD = _Thread()
 WHERE = Where()
 
 
@@ -215,7 +243,7 @@ class Enter(_Hook):
             if not is_traced_through():
                 torch.ops.torch_sentinel.enter(self.token, self.slot)
         else:
-            WHERE.enter(self.place)
+            THREAD.here.enter(self.place)
 
 
 class Leave(_Hook):
@@ -228,7 +256,7 @@ class Leave(_Hook):
             if not is_traced_through():
                 torch.ops.torch_sentinel.leave(self.token, self.slot)
         else:
-            WHERE.leave(self.place)
+            THREAD.here.leave(self.place)
 
 
 by_itself(Enter)
@@ -281,6 +309,7 @@ def find(
     ):
         place = Place(name or type(module).__name__, row, attention, heads, slot)
         place.counts = counts
+        place.named_cap = capping.by_name(module)
         places.append((module, place))
     return places
 
