@@ -47,7 +47,8 @@ from sentinel.core.types import (
 )
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes import capture, outputs
-from sentinel_hooks.probes.places import by_itself, is_exporting, is_traced_through
+from sentinel_hooks.probes.apart import apart, is_watched
+from sentinel_hooks.probes.places import by_itself, is_exporting, is_moded, is_traced_through
 from sentinel_hooks.probes.probe import (
     EARLIER,
     NEVER,
@@ -156,7 +157,7 @@ class _Out:
             if x is None:
                 return
         if torch.compiler.is_compiling():
-            if not (is_exporting() or is_traced_through()):
+            if not (is_exporting() or is_traced_through() or is_moded()):
                 torch.ops.torch_sentinel.activated(self.token, self.slot, x.detach())
         elif not (is_transforming() or is_tracing() or type(x) is FakeTensor):
             self.probe.take(self.block, x)
@@ -256,6 +257,14 @@ class ActivationProbe(Quiet):
         if (again and block.seen) or block.trouble:
             return
         block.seen = block.seen or not again
+        if is_watched(x):
+            with apart(x):
+                self._keep(block, x, keep)
+        else:
+            self._keep(block, x, keep)
+
+    def _keep(self, block: Block, x: Tensor, keep: bool) -> None:
+        """A small one for the gate, any other measured at once."""
         if block.lone and keep and x.numel() <= SMALL:
             block.lone = False
             block.kept = x.detach()  # shares memory and version
