@@ -3,7 +3,7 @@
     CAPTURE.subscribe(probe, modules)       CAPTURE.unsubscribe(probe)
 
 Replaced are, as attributes looked up at call time and where the modules that define the model's
-classes hold them under a name of their own:
+classes hold them under a name of their own (F.softmax by its code, and stays the object it is):
 
 * `F.scaled_dot_product_attention`. The call goes to torch as it came, so torch chooses the kernel
   and output and gradients are bitwise those without us. The log-sum-exp that fused kernels keep
@@ -16,6 +16,11 @@ classes hold them under a name of their own:
   are no measurement.
 * flash-attn's functions, when that package is imported: they return the log-sum-exp if asked.
 * `flex_attention`, off the CPU: it returns the maximum itself if asked.
+
+What a __torch_function__ decides (tensor subclasses, modes) is left to torch, with torch's own in
+their places meanwhile, since such code asks `func is F.scaled_dot_product_attention`. Where dynamo
+reads such code, all is handed back to torch, and the layers are named. Nothing that we compute is
+seen by the user's modes (apart.py). Pickled are torch's own, by name.
 
 Compiled code gets the same as one opaque operator of torch's graph that is run where the code runs,
 so that nothing about a layer is baked in. No graph break, no recompilation. That holds where dynamo
