@@ -49,7 +49,8 @@ from sentinel.core.types import (
 )
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes import capture, outputs
-from sentinel_hooks.probes.places import by_itself, is_exporting, is_traced_through
+from sentinel_hooks.probes.apart import apart, is_watched
+from sentinel_hooks.probes.places import by_itself, is_exporting, is_moded, is_traced_through
 from sentinel_hooks.probes.probe import (
     EARLIER,
     NEVER,
@@ -158,7 +159,7 @@ class _Out:
             if x is None:
                 return
         if torch.compiler.is_compiling():
-            if not (is_exporting() or is_traced_through()):
+            if not (is_exporting() or is_traced_through() or is_moded()):
                 torch.ops.torch_sentinel.activated(self.token, self.slot, x.detach())
         elif not (is_transforming() or is_tracing() or type(x) is FakeTensor):
             self.probe.take(self.block, x)
@@ -259,21 +260,25 @@ class ActivationProbe(Quiet):
         if (again and block.seen) or block.trouble:
             return
         block.seen = block.seen or not again
-        try:
-            with self._lock:
+        if is_watched(x):
+            with apart(x):
                 self._keep(block, x, keep)
-        except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
-            block.trouble = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        else:
+            self._keep(block, x, keep)
 
     def _keep(self, block: Block, x: Tensor, keep: bool) -> None:
         """A small one for the gate, any other measured at once."""
-        small = block.lone and keep and x.numel() <= SMALL
-        block.lone = False
-        if small:
-            block.kept = x.detach()  # shares memory and version
-            block.kept_version = x._version
-        else:
-            self._take(block, x.detach())
+        try:
+            with self._lock:
+                small = block.lone and keep and x.numel() <= SMALL
+                block.lone = False
+                if small:
+                    block.kept = x.detach()  # shares memory and version
+                    block.kept_version = x._version
+                else:
+                    self._take(block, x.detach())
+        except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
+            block.trouble = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def _take(self, block: Block, x: Tensor) -> None:
         if not x.is_floating_point():

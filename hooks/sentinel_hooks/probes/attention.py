@@ -460,6 +460,11 @@ def _reason(place: Place) -> tuple[str, str]:
             "all rows of its scores have a maximum of 0: subtracted before, or no queries or keys",
             "hand the scores themselves to F.softmax, which subtracts the maximum by itself",
         )
+    if CAPTURE.handed_back:
+        return (
+            "a __torch_function__ that torch.compile reads asks for torch's own functions",
+            "the other signals of the layer are not touched by this",
+        )
     if not place.entered:
         return NEVER, EARLIER
     return (

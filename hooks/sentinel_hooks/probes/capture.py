@@ -3,7 +3,7 @@
     CAPTURE.subscribe(probe, modules)       CAPTURE.unsubscribe(probe)
 
 Replaced are, as attributes looked up at call time and where the modules that define the model's
-classes hold them under a name of their own:
+classes hold them under a name of their own (F.softmax by its code, and stays the object it is):
 
 * `F.scaled_dot_product_attention`. The call goes to torch as it came, so torch chooses the kernel
   and output and gradients are bitwise those without us. The log-sum-exp that fused kernels keep
@@ -16,6 +16,11 @@ classes hold them under a name of their own:
   are no measurement.
 * flash-attn's functions, when that package is imported: they return the log-sum-exp if asked.
 * `flex_attention`, off the CPU: it returns the maximum itself if asked.
+
+What a __torch_function__ decides (tensor subclasses, modes) is left to torch, with torch's own in
+their places meanwhile, since such code asks `func is F.scaled_dot_product_attention`. Where dynamo
+reads such code, all is handed back to torch, and the layers are named. Nothing that we compute is
+seen by the user's modes (apart.py). Pickled are torch's own, by name.
 
 Compiled code gets the same as one opaque operator of torch's graph that is run where the code runs,
 so that nothing about a layer is baked in. No graph break, no recompilation. That holds where dynamo
@@ -34,21 +39,28 @@ Errors:  those of the user's call pass through; ours are caught, and the place s
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import inspect
 import math
 import sys
+import threading
+import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, library, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import has_torch_function_variadic
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sentinel_hooks.probes import capping, exact
+from sentinel_hooks.probes.apart import apart, dispatch_modes
 from sentinel_hooks.probes.places import (
     ALL,
     FEW,
@@ -56,9 +68,10 @@ from sentinel_hooks.probes.places import (
     WHERE,
     Place,
     is_exporting,
+    is_moded,
     is_traced_through,
 )
-from sentinel_hooks.seams.patch import Patch
+from sentinel_hooks.seams.patch import Patch, Swap
 from sentinel_hooks.seams.safe_point import is_tracing, is_transforming
 
 RAW_NUMEL = 2048  # smaller log-sum-exps are kept as they are, and reduced together at the gate
@@ -68,6 +81,28 @@ _attention = F.scaled_dot_product_attention
 _softmax = F.softmax
 _torch_softmax = torch.softmax
 _PLAIN = (Tensor, nn.Parameter)
+_MASKS = (type(None), *_PLAIN, CausalBias)
+
+
+class _ByName:
+    """What our functions are bound to: a bound method is pickled by name.
+
+    A function would be pickled as itself, which is refused once torch's own is back in its place.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ByName:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (self._module,)
+
+
+def _bound(function: Callable[..., Any], module: str) -> Any:
+    return types.MethodType(function, _ByName(module))
+
 
 # ---------------------------------------------------------------- what is kept of a call
 
@@ -321,6 +356,7 @@ torch._dynamo.allow_in_graph(_traced)  # type: ignore[no-untyped-call]
 
 @functools.wraps(_attention)
 def scaled_dot_product_attention(
+    _: _ByName,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -333,8 +369,13 @@ def scaled_dot_product_attention(
     """torch's own, watched."""
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if torch.compiler.is_compiling():
-        if is_traced_through() or is_exporting() or type(query) not in _PLAIN:
+        if is_traced_through() or is_exporting():
             return _stock(*call)
+        if _is_somebody_elses(query, key, value, attn_mask):
+            CAPTURE.hand_back()
+            return _stock(*call)
+        if type(attn_mask) is CausalBias:  # its __torch_function__ asks for torch's own function
+            return CausalBias._dispatch(query, key, value, attn_mask, *call[4:])
         order = _TOKENS.get(query.device.type)
         if order is None or not torch.is_grad_enabled() or query.dim() != 4:
             return _stock(*call)
@@ -342,15 +383,67 @@ def scaled_dot_product_attention(
         q, k, mask = _as_computed(query), _as_computed(key), _detached(attn_mask)
         torch.ops.torch_sentinel.attended(order, lse, best, q, k, mask, is_causal, scale)
         return out
-    place = THREAD.here.place
+    if has_torch_function_variadic(query, key, value, attn_mask) and (
+        type(attn_mask) is CausalBias or _is_somebody_elses(query, key, value, attn_mask)
+    ):
+        with CAPTURE.aside():
+            return _run(THREAD.here.place, _as_called, *call)
+    return _run(THREAD.here.place, _stock, *call)
+
+
+def _run(
+    place: Place | None,
+    stock: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if place is None:
         if torch.is_grad_enabled():
             WHERE.lost += CAPTURE.listening
-        return _stock(*call)
+        return stock(*call)
     elsewhere = is_transforming() or is_tracing() or type(query) is FakeTensor
     if not torch.is_grad_enabled() or elsewhere or _again(place):
-        return _stock(*call)
-    return _watched(place, *call)
+        return stock(*call)
+    return _watched(place, stock, *call)
+
+
+def _is_somebody_elses(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
+    """Code of the user's decides what this call is; dynamo can read this."""
+    if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
+        return True
+    return type(attn_mask) not in _MASKS or is_moded()
+
+
+def _as_called(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """torch's own for those who look at the arguments: what is torch's default is not named."""
+    named: dict[str, Any] = {}
+    if attn_mask is not None:
+        named["attn_mask"] = attn_mask
+    if dropout_p != 0.0:
+        named["dropout_p"] = dropout_p
+    if is_causal:
+        named["is_causal"] = is_causal
+    if scale is not None:
+        named["scale"] = scale
+    if enable_gqa:
+        named["enable_gqa"] = enable_gqa
+    return _attention(query, key, value, **named)
 
 
 def _stock(
@@ -370,6 +463,7 @@ def _stock(
 
 def _watched(
     place: Place,
+    stock: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -380,12 +474,11 @@ def _watched(
     enable_gqa: bool,
 ) -> Tensor:
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if stock is _as_called or dispatch_modes():
+        return _watched_in_company(place, stock, *call)
     dim = query.dim()
     if type(query) not in _PLAIN or dim > 4:
-        place.trouble = (
-            f"its queries are {type(query).__name__} of {dim} dimensions, and only plain tensors "
-            "of up to 4 are measured"
-        )
+        place.trouble = _odd(query, dim)
         return _stock(*call)
     hooks = _saved_tensor_hooks()
     lse: Tensor | None = None
@@ -423,10 +516,27 @@ def _watched(
         with _Saved(hooks, dim) as saved:
             out = _stock(*call)
         lse = saved.lse
+    _look_at(place, out, lse, best, query, key, attn_mask, is_causal, scale)
+    return out
+
+
+def _look_at(
+    place: Place,
+    out: Tensor,
+    lse: Tensor | None,
+    best: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> None:
+    """Keep what a call has shown: its log-sum-exp, or its largest scores."""
+    dim = query.dim()
     if dim != 4:
         lse = None  # fused kernels take 4
     if not out.requires_grad:
-        return out  # frozen: blind_spots() names it if that is all there is
+        return  # frozen: blind_spots() names it if that is all there is
     try:
         if lse is not None and place.level == FEW and key.size(-2) > 1:
             keep_lse(place, lse, query, None, attn_mask, is_causal, scale, key.size(-2))
@@ -444,7 +554,66 @@ def _watched(
         _note(place)
     except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
         _failed(place, error)
+
+
+def _watched_in_company(
+    place: Place,
+    stock: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """The same where others watch too, or decide: all of ours is done apart from them."""
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    other = next((t for t in (query, key, value) if type(t) not in _PLAIN), None)
+    if other is None and type(attn_mask) not in _MASKS:
+        other = attn_mask
+    with apart(query):
+        dim = query.dim() if other is None else 0
+    if other is not None or dim > 4:
+        place.trouble = _odd(query if other is None else other, dim)
+        return stock(*call)
+    hooks = _saved_tensor_hooks()
+    lse: Tensor | None = None
+    best: Tensor | None = None
+    if place.math:
+        with _Scores() as scores:  # type: ignore[no-untyped-call]
+            scores.dim = dim
+            out = stock(*call)
+        best = scores.best
+    elif hooks is None:
+        out = stock(*call)
+    else:
+        with _Saved(hooks, dim) as saved:
+            out = stock(*call)
+        lse = saved.lse
+    try:
+        with apart(out):
+            if hooks is None and not place.math:
+                lse = _lse_of(out)
+            if type(attn_mask) is CausalBias:
+                attn_mask, is_causal = _meant(attn_mask, query.device)
+            _look_at(place, out, lse, best, query, key, attn_mask, is_causal, scale)
+    except Exception as error:  # noqa: BLE001  a mode may answer with anything
+        _failed(place, error)
     return out
+
+
+def _meant(bias: CausalBias, device: torch.device) -> tuple[Tensor | None, bool]:
+    """(mask, is_causal) of torch's own bias."""
+    if bias.seq_len_q == bias.seq_len_kv or bias.variant == CausalVariant.UPPER_LEFT:
+        return None, True
+    return bias._materialize(device), False
+
+
+def _odd(x: Any, dim: int) -> str:
+    what = f"{type(x).__name__} of {dim} dimensions" if dim else type(x).__name__
+    return f"it is given {what}, and only plain tensors of up to 4 dimensions are measured"
 
 
 def _remember(place: Place, node: Any, lse: Tensor) -> None:
@@ -514,7 +683,8 @@ class _Saved:
             )
             and not tensor.requires_grad
         ):
-            self.lse = tensor.detach()
+            with apart(tensor):
+                self.lse = tensor.detach()
         return self._pack(tensor)
 
     def __enter__(self) -> _Saved:
@@ -533,8 +703,9 @@ class _Scores(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in _SOFTMAXES and args[0].dim() == self.dim:
-            seen = args[0].detach()
-            self.best = seen.amax((0, 2, 3)) if self.dim == 4 else seen.amax().view(1)
+            with apart(args[0]):
+                seen = args[0].detach()
+                self.best = seen.amax((0, 2, 3)) if self.dim == 4 else seen.amax().view(1)
         return func(*args, **(kwargs or {}))
 
 
@@ -547,7 +718,35 @@ _SOFTMAXES = tuple(
 # ---------------------------------------------------------------- softmax
 
 
-@functools.wraps(_softmax)
+def _clone_of_softmax() -> Callable[..., Tensor]:
+    """torch's F.softmax as a function of its own, since the code of torch's is exchanged."""
+    if not _SWAPPABLE:
+        return _softmax
+    clone = types.FunctionType(
+        _softmax.__code__, _softmax.__globals__, "_stock_softmax", _softmax.__defaults__
+    )
+    clone.__module__ = __name__
+    return torch._dynamo.allow_in_graph(clone)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _shim(
+    input: Tensor,  # noqa: A002  torch's own name for it
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """F.softmax while somebody listens. Its globals are torch's, with one more."""
+    return _torch_sentinel_softmax(input, dim, _stacklevel, dtype)  # type: ignore[name-defined, no-any-return]  # noqa: F821
+
+
+_SWAPPABLE = (
+    isinstance(_softmax, types.FunctionType)
+    and not _softmax.__code__.co_freevars
+    and inspect.getfullargspec(_softmax).args == inspect.getfullargspec(_shim).args
+)
+_stock_softmax = _clone_of_softmax()
+
+
 def softmax(
     input: Tensor,  # noqa: A002  torch's own name for it
     dim: int | None = None,
@@ -556,30 +755,65 @@ def softmax(
 ) -> Tensor:
     """F.softmax, watched inside attention modules."""
     if torch.compiler.is_compiling() and not is_traced_through():
-        _look_at_traced_scores(input, dim)
-        if dim is not None:  # a graph calls by name, which would be ours again
-            return input.softmax(dim, dtype=dtype)
+        if type(input) not in _PLAIN or is_moded():
+            CAPTURE.hand_back()
+        else:
+            _look_at_traced_scores(input, dim)
+    elif has_torch_function_variadic(input):
+        with _Looking(input, dim):
+            return _stock_softmax(input, dim, _stacklevel, dtype)
     else:
         _look_at_scores(input, dim)
-    return _softmax(input, dim, _stacklevel + 1, dtype)
+    if dim is None:
+        _stacklevel += 2  # of the warning: the shim, and this
+    return _stock_softmax(input, dim, _stacklevel, dtype)
 
 
 @functools.wraps(_torch_softmax)
-def torch_softmax(*args: Any, **kwargs: Any) -> Tensor:
+def torch_softmax(_: _ByName, *args: Any, **kwargs: Any) -> Tensor:
     """torch.softmax, watched inside attention modules."""
-    if not args and "input" in kwargs:
-        args = (kwargs["input"],)
-        kwargs = {name: value for name, value in kwargs.items() if name != "input"}
-    given = args[0] if args else None
+    given = args[0] if args else kwargs.get("input")
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if torch.compiler.is_compiling() and not is_traced_through():
+        if type(given) not in _PLAIN or is_moded():
+            CAPTURE.hand_back()
+            return _torch_softmax(*args, **kwargs)
         _look_at_traced_scores(given, dim)
-        if args and dim is not None and "out" not in kwargs:
+        if not args:
+            args = (given,)
+            kwargs = {name: value for name, value in kwargs.items() if name != "input"}
+        if dim is not None and "out" not in kwargs:
+            # A graph calls by name, which would be ours again.
             compiled: Tensor = args[0].softmax(*args[1:], **kwargs)
             return compiled
+    elif has_torch_function_variadic(given):
+        with _Looking(given, dim), CAPTURE.aside():
+            return _torch_softmax(*args, **kwargs)
     else:
         _look_at_scores(given, dim)
     return _torch_softmax(*args, **kwargs)
+
+
+class _Looking:
+    """Around a softmax that somebody's __torch_function__ decides.
+
+    Scores of a subclass are for it to say; those that it hands to torch in turn are seen there.
+    """
+
+    def __init__(self, scores: Any, dim: Any) -> None:
+        self._scores = scores
+        self._dim = dim
+
+    def __enter__(self) -> None:
+        if type(self._scores) in _PLAIN:
+            _look_at_scores(self._scores, self._dim)
+
+    def __exit__(self, *error: object) -> None:
+        place = THREAD.here.place
+        if place is None or not place.counts or place.measurements or not torch.is_grad_enabled():
+            return
+        if type(self._scores) not in _PLAIN:
+            place.trouble = _odd(self._scores, 0)
 
 
 def _largest(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -627,12 +861,17 @@ def _look_at_scores(scores: Any, dim: Any) -> None:
         or not isinstance(scores, Tensor)
         or type(scores) is FakeTensor
         or torch.compiler.is_compiling()
-        or scores.dim() not in (3, 4)
-        or dim not in (-1, scores.dim() - 1)
         or is_transforming()
         or is_tracing()
         or _again(place)
     ):
+        return
+    with apart(scores):
+        _look_at_own_scores(place, scores, dim)
+
+
+def _look_at_own_scores(place: Place, scores: Tensor, dim: Any) -> None:
+    if scores.dim() not in (3, 4) or dim not in (-1, scores.dim() - 1):
         return
     if not place.counts:
         # Of 3 dimensions it is as often a gate's as an attention's, unless it is square.
@@ -664,12 +903,12 @@ _FLASH = (
 _TANH_APPROX = 2.0**-10  # they take the GPU's tanh.approx, with a relative error of 2**-11
 
 
-def _watch_flash(original: Callable[..., Any]) -> Callable[..., Any]:
+def _watch_flash(original: Callable[..., Any]) -> Any:
     """flash-attn's function, asked for its log-sum-exp as well."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(_: _ByName, *args: Any, **kwargs: Any) -> Any:
         place = THREAD.here.place
         if (
             torch.compiler.is_compiling()
@@ -711,14 +950,14 @@ def _watch_flash(original: Callable[..., Any]) -> Callable[..., Any]:
             _failed(place, error)
         return answer if asked else answer[0]
 
-    return watched
+    return _bound(watched, original.__module__)
 
 
-def _watch_flex(original: Callable[..., Any], request: Callable[..., Any]) -> Callable[..., Any]:
+def _watch_flex(original: Callable[..., Any], request: Callable[..., Any]) -> Any:
     """flex_attention, asked for the largest score as well."""
 
     @functools.wraps(original)
-    def watched(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def watched(_: _ByName, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         place = THREAD.here.place
         if (
             torch.compiler.is_compiling()
@@ -746,7 +985,7 @@ def _watch_flex(original: Callable[..., Any], request: Callable[..., Any]) -> Ca
             _failed(place, error)
         return out
 
-    return watched
+    return _bound(watched, original.__module__)
 
 
 # ---------------------------------------------------------------- in place
@@ -758,7 +997,10 @@ class Capture:
     def __init__(self) -> None:
         # Weak: what is process-wide must not keep a run alive. A session that is dropped detaches.
         self._probes: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._patches: list[Patch] = []
+        self._patches: list[Patch | Swap] = []
+        self._aside = 0
+        self._lock = threading.Lock()
+        self.handed_back = False  # to torch, until nobody listens
 
     @property
     def listening(self) -> bool:
@@ -774,15 +1016,52 @@ class Capture:
         """Stop; with the last probe the replacements go."""
         self._probes.discard(probe)
         if not self._probes:
-            self._patches = [p for p in reversed(self._patches) if not p.remove()][::-1]
+            self._remove()
+            self.handed_back = False
             THREAD.here.forget()
 
+    def _remove(self) -> None:
+        with self._lock:
+            self._patches = [p for p in reversed(self._patches) if not p.remove()][::-1]
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """torch's own in their places: a __torch_function__ asks which function it was called for.
+
+        Other threads that call meanwhile are not measured.
+        """
+        with self._lock:
+            self._aside += 1
+            for patch in self._patches:
+                if isinstance(patch, Patch):
+                    patch.lift()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._aside -= 1
+                if not self._aside:
+                    for patch in self._patches:
+                        if isinstance(patch, Patch):
+                            patch.lay()
+
+    @staticmethod
+    def hand_back() -> None:
+        """Read by dynamo, which runs what it calls: this process is no longer watched.
+
+        In compiled code the user's __torch_function__ is read too, and asks for what stands in
+        torch's modules; that cannot be another function for one call.
+        """
+        _hand_back()
+
     def _install(self, modules: Iterable[nn.Module]) -> None:
-        stands: list[tuple[Any, Any]] = [
-            (_attention, scaled_dot_product_attention),
-            (_softmax, softmax),
-            (_torch_softmax, torch_softmax),
-        ]
+        if self.handed_back:
+            return
+        stands: list[tuple[Any, Any]] = [(_attention, _OURS), (_torch_softmax, _OUR_SOFTMAX)]
+        if not _SWAPPABLE:
+            stands.append((_softmax, softmax))
+        elif not any(isinstance(patch, Swap) for patch in self._patches):
+            self._patches.append(Swap(_softmax, _shim, softmax))
         places: list[tuple[Any, tuple[str, ...]]] = [
             (F, ("scaled_dot_product_attention", "softmax")),
             (torch, ("softmax",)),
@@ -803,6 +1082,8 @@ class Capture:
         if flex is not None and request is not None:
             stands.append((flex.flex_attention, _watch_flex(flex.flex_attention, request)))
             places.append((flex, ("flex_attention",)))
+        for ours, name in ((_OURS, "scaled_dot_product_attention"), (_OUR_SOFTMAX, "softmax")):
+            torch.jit._builtins._register_builtin(ours, f"aten::{name}")
         for module in _homes(modules):
             places.append((module, tuple(vars(module))))
         for module, names in places:
@@ -811,6 +1092,16 @@ class Capture:
                 for original, watched in stands:
                     if value is original:
                         self._patches.append(Patch(module, name, watched))
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _hand_back() -> bool:
+    restart = getattr(torch._dynamo.exc, "UnspecializeRestartAnalysis", None)
+    if CAPTURE.handed_back or restart is None:
+        return False
+    CAPTURE.handed_back = True
+    CAPTURE._remove()
+    raise restart
 
 
 def _homes(modules: Iterable[nn.Module]) -> list[Any]:
@@ -824,3 +1115,5 @@ def _homes(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 CAPTURE = Capture()
+_OURS = _bound(scaled_dot_product_attention, F.__name__)
+_OUR_SOFTMAX = _bound(torch_softmax, torch.__name__)

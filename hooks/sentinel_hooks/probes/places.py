@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._device import DeviceContext
 
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes import capping
@@ -196,6 +197,17 @@ def is_traced_through() -> bool:
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
+def is_moded() -> bool:
+    """A TorchFunctionMode is in force, other than torch's default device; dynamo can read this.
+
+    It is the user's, and would be told of our operators.
+    """
+    for i in range(torch._C._len_torch_function_stack()):
+        if type(torch._C._get_function_stack_at(i)) is not DeviceContext:
+            return True
+    return False
+
+
 class _Hook:
     """A hook that does not travel: in a copy or a pickle of its module it is inert."""
 
@@ -240,7 +252,7 @@ class Enter(_Hook):
         if is_exporting():
             return
         if torch.compiler.is_compiling():
-            if not is_traced_through():
+            if not (is_traced_through() or is_moded()):
                 torch.ops.torch_sentinel.enter(self.token, self.slot)
         else:
             THREAD.here.enter(self.place)
@@ -253,7 +265,7 @@ class Leave(_Hook):
         if is_exporting():
             return
         if torch.compiler.is_compiling():
-            if not is_traced_through():
+            if not (is_traced_through() or is_moded()):
                 torch.ops.torch_sentinel.leave(self.token, self.slot)
         else:
             THREAD.here.leave(self.place)
