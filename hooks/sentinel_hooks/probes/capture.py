@@ -49,7 +49,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sentinel_hooks.probes import exact
-from sentinel_hooks.probes.places import ALL, FEW, WHERE, Place, is_exporting, is_traced_through
+from sentinel_hooks.probes.places import (
+    ALL,
+    FEW,
+    WHERE,
+    Place,
+    is_compiling,
+    is_exporting,
+    is_traced_through,
+)
 from sentinel_hooks.seams.patch import Patch
 from sentinel_hooks.seams.safe_point import is_tracing, is_transforming
 
@@ -60,6 +68,8 @@ _attention = F.scaled_dot_product_attention
 _softmax = F.softmax
 _torch_softmax = torch.softmax
 _PLAIN = (Tensor, nn.Parameter)
+_graph_task = torch._C._current_graph_task_id
+_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 # ---------------------------------------------------------------- what is kept of a call
 
@@ -135,14 +145,14 @@ def _keep_softmax(place: Place, best: Tensor, least: Tensor) -> None:
 
 def _again(place: Place) -> bool:
     """Inside a backward pass: a recomputation of what was seen already."""
-    if torch._C._current_graph_task_id() != -1:
+    if _graph_task() != -1:
         return place.seen
     return False
 
 
 def _note(place: Place) -> None:
     place.measurements += 1
-    if torch._C._current_graph_task_id() == -1:
+    if _graph_task() == -1:
         place.seen = True
 
 
@@ -305,8 +315,8 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """torch's own, watched."""
-    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if torch.compiler.is_compiling():
+    if is_compiling():
+        call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if is_traced_through() or is_exporting() or type(query) not in _PLAIN:
             return _stock(*call)
         order = _TOKENS.get(query.device.type)
@@ -317,6 +327,60 @@ def scaled_dot_product_attention(
         torch.ops.torch_sentinel.attended(order, lse, best, q, k, mask, is_causal, scale)
         return out
     place = WHERE.place
+    if (
+        place is None
+        or place.kind is None
+        or place.level != FEW
+        or len(place.raw) == RAW_KEPT
+        or attn_mask is not None
+        or type(query) not in _PLAIN
+        or _graph_task() != -1
+        or _saved_tensor_hooks(True) is not None
+        or is_transforming()
+        or is_tracing()
+    ):
+        call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _unusual(place, *call)
+    # The usual case, with as little Python as can be: caches are cold after a kernel.
+    out = _attention(
+        query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    node: Any = out.grad_fn
+    try:
+        if type(node) is place.kind:
+            lse, keys = node._saved_logsumexp, key.size(-2)
+            if keys > 1:
+                if lse.numel() <= RAW_NUMEL:
+                    place.raw.append(lse)
+                else:
+                    place.top.append(lse.amax((0, 2)))
+                if keys > place.keys:
+                    place.keys = keys
+                place.measurements += 1
+                place.seen = True
+                return out
+    except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
+        _failed(place, error)
+        return out
+    if node is not None:
+        found = _lse_of(out)
+        _remember(place, node, found, query, key)
+        _look_at(place, out, found, None, query, key, None, is_causal, scale)
+    return out
+
+
+def _unusual(
+    place: Place | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if place is None:
         if torch.is_grad_enabled():
             WHERE.lost += CAPTURE.listening
@@ -361,7 +425,7 @@ def _watched(
             "of up to 4 are measured"
         )
         return _stock(*call)
-    hooks = _saved_tensor_hooks()
+    hooks = _saved_tensor_hooks(True)
     lse: Tensor | None = None
     best: Tensor | None = None
     if place.math:
@@ -370,37 +434,35 @@ def _watched(
             out = _stock(*call)
         best = scores.best
     elif hooks is None:
-        out = _attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        node: Any = out.grad_fn
-        if type(node) is place.kind and place.level == FEW and attn_mask is None:
-            # The usual case, with as little Python as can be: caches are cold after a kernel.
-            try:
-                lse = node._saved_logsumexp
-                if lse.shape == place.shape and not place.raw:
-                    if place.small:
-                        place.raw.append(lse)
-                    else:
-                        place.top.append(lse.amax((0, 2)))
-                    place.keys = max(place.keys, key.size(-2))
-                    _note(place)
-                    return out
-            except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
-                _failed(place, error)
-                return out
+        out = _stock(*call)
         lse = _lse_of(out)
-        if lse is not None and attn_mask is None and query.device.type == "cpu":
-            if key.size(-2) > 1:
-                _remember(place, node, lse)  # CUDA kernels pad theirs
+        if attn_mask is None:
+            _remember(place, out.grad_fn, lse, query, key)
     else:
         with _Saved(hooks, dim) as saved:
             out = _stock(*call)
         lse = saved.lse
+    _look_at(place, out, lse, best, query, key, attn_mask, is_causal, scale)
+    return out
+
+
+def _look_at(
+    place: Place,
+    out: Tensor,
+    lse: Tensor | None,
+    best: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> None:
+    """Keep what a call has shown: its log-sum-exp, or its largest scores."""
+    dim = query.dim()
     if dim != 4:
         lse = None  # fused kernels take 4
     if not out.requires_grad:
-        return out  # frozen: blind_spots() names it if that is all there is
+        return  # frozen: blind_spots() names it if that is all there is
     try:
         if lse is not None and place.level == FEW and key.size(-2) > 1:
             keep_lse(place, lse, query, None, attn_mask, is_causal, scale, key.size(-2))
@@ -411,21 +473,21 @@ def _watched(
             if lse is not None:
                 keep_lse(place, lse, q, k, mask, is_causal, scale, key.size(-2))
             else:  # from the next call on the scores are seen where they are made
-                place.math = best is not None or not place.math
+                place.math, place.kind = best is not None or not place.math, None
                 if best is None:
                     best = exact.everywhere(q, k, mask, is_causal, scale)
                 keep_scores(place, best)
         _note(place)
     except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
         _failed(place, error)
-    return out
 
 
-def _remember(place: Place, node: Any, lse: Tensor) -> None:
-    """What tells the next call of the same kind."""
-    if lse.dim() == 3 and hasattr(node, "_saved_logsumexp"):
-        place.kind, place.shape = type(node), lse.shape
-        place.small = lse.numel() <= RAW_NUMEL
+def _remember(place: Place, node: Any, lse: Tensor | None, query: Tensor, key: Tensor) -> None:
+    """What tells the next call of the same kind: the type of its node, which keeps one such."""
+    if lse is None or lse.dim() != 3 or not hasattr(node, "_saved_logsumexp"):
+        return
+    if query.dim() == 4 and query.device.type == "cpu" and key.size(-2) > 1:
+        place.kind = type(node)  # CUDA kernels pad theirs
 
 
 def _one_head(x: Tensor) -> Tensor:
@@ -463,10 +525,6 @@ def _as_computed(x: Tensor) -> Tensor:
     if kind in exact.AUTOCAST and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
     return x
-
-
-def _saved_tensor_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 class _Saved:
@@ -529,7 +587,7 @@ def softmax(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """F.softmax, watched inside attention modules."""
-    if torch.compiler.is_compiling() and not is_traced_through():
+    if is_compiling() and not is_traced_through():
         _look_at_traced_scores(input, dim)
         if dim is not None:  # a graph calls by name, which would be ours again
             return input.softmax(dim, dtype=dtype)
@@ -546,7 +604,7 @@ def torch_softmax(*args: Any, **kwargs: Any) -> Tensor:
         kwargs = {name: value for name, value in kwargs.items() if name != "input"}
     given = args[0] if args else None
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if torch.compiler.is_compiling() and not is_traced_through():
+    if is_compiling() and not is_traced_through():
         _look_at_traced_scores(given, dim)
         if args and dim is not None and "out" not in kwargs:
             compiled: Tensor = args[0].softmax(*args[1:], **kwargs)
@@ -600,7 +658,7 @@ def _look_at_scores(scores: Any, dim: Any) -> None:
         or not torch.is_grad_enabled()
         or not isinstance(scores, Tensor)
         or type(scores) is FakeTensor
-        or torch.compiler.is_compiling()
+        or is_compiling()
         or scores.dim() not in (3, 4)
         or dim not in (-1, scores.dim() - 1)
         or is_transforming()
@@ -642,12 +700,7 @@ def _watch_flash(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
         place = WHERE.place
-        if (
-            torch.compiler.is_compiling()
-            or place is None
-            or not torch.is_grad_enabled()
-            or _again(place)
-        ):
+        if is_compiling() or place is None or not torch.is_grad_enabled() or _again(place):
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
@@ -684,7 +737,7 @@ def _watch_flex(original: Callable[..., Any], request: Callable[..., Any]) -> Ca
     def watched(query: Tensor, *args: Any, **kwargs: Any) -> Any:
         place = WHERE.place
         if (
-            torch.compiler.is_compiling()
+            is_compiling()
             or place is None
             or not torch.is_grad_enabled()
             or _again(place)
