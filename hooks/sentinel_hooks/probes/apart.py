@@ -8,7 +8,8 @@ checkpointing hands the n-th product of the forward to the n-th of the recomputa
 in between gives the user's backward another layer's tensors. A TorchFunctionMode and a subclass's
 __torch_function__ may do as they please with what they see. None of them is in force inside.
 
-Cost: two questions to torch where nobody watches, 0.1 us; 10 us under a TorchDispatchMode.
+Cost: two questions to torch where nobody watches, 0.1 us; 21 us under a TorchDispatchMode
+      (measured at a load of 6 on 2 cores).
 """
 
 from __future__ import annotations

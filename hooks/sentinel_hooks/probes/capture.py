@@ -67,6 +67,7 @@ from sentinel_hooks.probes.places import (
     THREAD,
     WHERE,
     Place,
+    is_compiling,
     is_exporting,
     is_moded,
     is_traced_through,
@@ -82,6 +83,8 @@ _softmax = F.softmax
 _torch_softmax = torch.softmax
 _PLAIN = (Tensor, nn.Parameter)
 _MASKS = (type(None), *_PLAIN, CausalBias)
+_graph_task = torch._C._current_graph_task_id
+_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class _ByName:
@@ -195,14 +198,14 @@ def _soft_cap(place: Place, scores: Tensor) -> float:
 
 def _again(place: Place) -> bool:
     """Inside a backward pass: a recomputation of what was seen already."""
-    if torch._C._current_graph_task_id() != -1:
+    if _graph_task() != -1:
         return place.seen
     return False
 
 
 def _note(place: Place) -> None:
     place.measurements += 1
-    if torch._C._current_graph_task_id() == -1:
+    if _graph_task() == -1:
         place.seen = True
 
 
@@ -367,8 +370,8 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """torch's own, watched."""
-    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if torch.compiler.is_compiling():
+    if is_compiling():
+        call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if is_traced_through() or is_exporting():
             return _stock(*call)
         if _is_somebody_elses(query, key, value, attn_mask):
@@ -383,15 +386,57 @@ def scaled_dot_product_attention(
         q, k, mask = _as_computed(query), _as_computed(key), _detached(attn_mask)
         torch.ops.torch_sentinel.attended(order, lse, best, q, k, mask, is_causal, scale)
         return out
+    place = THREAD.here.place
     if has_torch_function_variadic(query, key, value, attn_mask) and (
         type(attn_mask) is CausalBias or _is_somebody_elses(query, key, value, attn_mask)
     ):
+        call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         with CAPTURE.aside():
-            return _run(THREAD.here.place, _as_called, *call)
-    return _run(THREAD.here.place, _stock, *call)
+            return _unusual(place, _as_called, *call)
+    if (
+        place is None
+        or place.kind is None
+        or place.level != FEW
+        or len(place.raw) == RAW_KEPT
+        or attn_mask is not None
+        or type(query) not in _PLAIN
+        or dispatch_modes()
+        or _graph_task() != -1
+        or _saved_tensor_hooks(True) is not None
+        or is_transforming()
+        or is_tracing()
+    ):
+        call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _unusual(place, _stock, *call)
+    # The usual case, with as little Python as can be: caches are cold after a kernel.
+    out = _attention(
+        query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    node: Any = out.grad_fn
+    try:
+        if type(node) is place.kind:
+            lse, keys = node._saved_logsumexp, key.size(-2)
+            if keys > 1:
+                if lse.numel() <= RAW_NUMEL:
+                    place.raw.append(lse)
+                else:
+                    place.top.append(lse.amax((0, 2)))
+                if keys > place.keys:
+                    place.keys = keys
+                place.measurements += 1
+                place.seen = True
+                return out
+    except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
+        _failed(place, error)
+        return out
+    if node is not None:
+        found = _lse_of(out)
+        _remember(place, node, found, query, key)
+        _look_at(place, out, found, None, query, key, None, is_causal, scale)
+    return out
 
 
-def _run(
+def _unusual(
     place: Place | None,
     stock: Callable[..., Tensor],
     query: Tensor,
@@ -480,7 +525,7 @@ def _watched(
     if type(query) not in _PLAIN or dim > 4:
         place.trouble = _odd(query, dim)
         return _stock(*call)
-    hooks = _saved_tensor_hooks()
+    hooks = _saved_tensor_hooks(True)
     lse: Tensor | None = None
     best: Tensor | None = None
     if place.math:
@@ -489,29 +534,10 @@ def _watched(
             out = _stock(*call)
         best = scores.best
     elif hooks is None:
-        out = _attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        node: Any = out.grad_fn
-        if type(node) is place.kind and place.level == FEW and attn_mask is None:
-            # The usual case, with as little Python as can be: caches are cold after a kernel.
-            try:
-                lse = node._saved_logsumexp
-                if lse.shape == place.shape and not place.raw:
-                    if place.small:
-                        place.raw.append(lse)
-                    else:
-                        place.top.append(lse.amax((0, 2)))
-                    place.keys = max(place.keys, key.size(-2))
-                    _note(place)
-                    return out
-            except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
-                _failed(place, error)
-                return out
+        out = _stock(*call)
         lse = _lse_of(out)
-        if lse is not None and attn_mask is None and query.device.type == "cpu":
-            if key.size(-2) > 1:
-                _remember(place, node, lse)  # CUDA kernels pad theirs
+        if attn_mask is None:
+            _remember(place, out.grad_fn, lse, query, key)
     else:
         with _Saved(hooks, dim) as saved:
             out = _stock(*call)
@@ -547,7 +573,7 @@ def _look_at(
             if lse is not None:
                 keep_lse(place, lse, q, k, mask, is_causal, scale, key.size(-2))
             else:  # from the next call on the scores are seen where they are made
-                place.math = best is not None or not place.math
+                place.math, place.kind = best is not None or not place.math, None
                 if best is None:
                     best = exact.everywhere(q, k, mask, is_causal, scale)
                 keep_scores(place, best)
@@ -578,7 +604,7 @@ def _watched_in_company(
     if other is not None or dim > 4:
         place.trouble = _odd(query if other is None else other, dim)
         return stock(*call)
-    hooks = _saved_tensor_hooks()
+    hooks = _saved_tensor_hooks(True)
     lse: Tensor | None = None
     best: Tensor | None = None
     if place.math:
@@ -616,11 +642,12 @@ def _odd(x: Any, dim: int) -> str:
     return f"it is given {what}, and only plain tensors of up to 4 dimensions are measured"
 
 
-def _remember(place: Place, node: Any, lse: Tensor) -> None:
-    """What tells the next call of the same kind."""
-    if lse.dim() == 3 and hasattr(node, "_saved_logsumexp"):
-        place.kind, place.shape = type(node), lse.shape
-        place.small = lse.numel() <= RAW_NUMEL
+def _remember(place: Place, node: Any, lse: Tensor | None, query: Tensor, key: Tensor) -> None:
+    """What tells the next call of the same kind: the type of its node, which keeps one such."""
+    if lse is None or lse.dim() != 3 or not hasattr(node, "_saved_logsumexp"):
+        return
+    if query.dim() == 4 and query.device.type == "cpu" and key.size(-2) > 1:
+        place.kind = type(node)  # CUDA kernels pad theirs
 
 
 def _one_head(x: Tensor) -> Tensor:
@@ -658,10 +685,6 @@ def _as_computed(x: Tensor) -> Tensor:
     if kind in exact.AUTOCAST and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
     return x
-
-
-def _saved_tensor_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 class _Saved:
@@ -754,7 +777,7 @@ def softmax(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """F.softmax, watched inside attention modules."""
-    if torch.compiler.is_compiling() and not is_traced_through():
+    if is_compiling() and not is_traced_through():
         if type(input) not in _PLAIN or is_moded():
             CAPTURE.hand_back()
         else:
@@ -774,7 +797,7 @@ def torch_softmax(_: _ByName, *args: Any, **kwargs: Any) -> Tensor:
     """torch.softmax, watched inside attention modules."""
     given = args[0] if args else kwargs.get("input")
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if torch.compiler.is_compiling() and not is_traced_through():
+    if is_compiling() and not is_traced_through():
         if type(given) not in _PLAIN or is_moded():
             CAPTURE.hand_back()
             return _torch_softmax(*args, **kwargs)
@@ -860,7 +883,7 @@ def _look_at_scores(scores: Any, dim: Any) -> None:
         or not torch.is_grad_enabled()
         or not isinstance(scores, Tensor)
         or type(scores) is FakeTensor
-        or torch.compiler.is_compiling()
+        or is_compiling()
         or is_transforming()
         or is_tracing()
         or _again(place)
@@ -910,12 +933,7 @@ def _watch_flash(original: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def watched(_: _ByName, *args: Any, **kwargs: Any) -> Any:
         place = THREAD.here.place
-        if (
-            torch.compiler.is_compiling()
-            or place is None
-            or not torch.is_grad_enabled()
-            or _again(place)
-        ):
+        if is_compiling() or place is None or not torch.is_grad_enabled() or _again(place):
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
@@ -960,7 +978,7 @@ def _watch_flex(original: Callable[..., Any], request: Callable[..., Any]) -> An
     def watched(_: _ByName, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         place = THREAD.here.place
         if (
-            torch.compiler.is_compiling()
+            is_compiling()
             or place is None
             or not torch.is_grad_enabled()
             or _again(place)

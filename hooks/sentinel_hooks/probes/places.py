@@ -75,11 +75,9 @@ class Place:
         "raw",
         "row",
         "seen",
-        "shape",
         "shifted",
         "since",
         "slot",
-        "small",
         "token",
         "top",
         "trouble",
@@ -115,16 +113,8 @@ class Place:
         self.keys = 1
         self.masked = False
         self.trouble = ""
-        # Of the last call that was plain: the type of its autograd node, the shape of its
-        # log-sum-exp, and whether that is kept as it is. The next one is told by them at once.
-        self.kind: Any = None  # a type
-        self.shape: torch.Size | None = None
-        self.small = False
-
-    @property
-    def measured(self) -> bool:
-        """Something was captured since the last step."""
-        return bool(self.raw or self.top or self.low)
+        # The type of the last plain call's autograd node: the next one is told by it at once.
+        self.kind: Any = None
 
     def clear(self) -> None:
         """Start a new step."""
@@ -184,6 +174,7 @@ THREAD = _Thread()
 WHERE = Where()
 
 
+is_compiling = torch.compiler.is_compiling
 # torch.export: nothing of ours belongs into what is exported. Known since torch 2.7.
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
 
@@ -194,7 +185,7 @@ def is_traced_through() -> bool:
     Dynamo reads it, answers this with False and puts what it finds into its graph. Decompositions,
     functions that are allowed in a graph, AOTAutograd and torch.export run it.
     """
-    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+    return is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 def is_moded() -> bool:
@@ -249,10 +240,8 @@ class Enter(_Hook):
     """Forward pre-hook."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if is_exporting():
-            return
-        if torch.compiler.is_compiling():
-            if not (is_traced_through() or is_moded()):
+        if is_compiling():
+            if not (is_exporting() or is_traced_through() or is_moded()):
                 torch.ops.torch_sentinel.enter(self.token, self.slot)
         else:
             THREAD.here.enter(self.place)
@@ -262,10 +251,8 @@ class Leave(_Hook):
     """Forward hook."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if is_exporting():
-            return
-        if torch.compiler.is_compiling():
-            if not (is_traced_through() or is_moded()):
+        if is_compiling():
+            if not (is_exporting() or is_traced_through() or is_moded()):
                 torch.ops.torch_sentinel.leave(self.token, self.slot)
         else:
             THREAD.here.leave(self.place)

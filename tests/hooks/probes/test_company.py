@@ -33,6 +33,7 @@ from torch.utils.checkpoint import (
 
 from sentinel.core.types import LAYER_ATTENTION_MAX_LOGIT
 from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.probes import capture
 from sentinel_hooks.probes.activations import ActivationProbe
 from sentinel_hooks.probes.attention import AttentionProbe
 from sentinel_hooks.probes.places import ALL, FEW, SOME
@@ -452,6 +453,58 @@ def test_a_mode_sees_the_users_operations_alone(
         w.level(level)
         assert seen() == want
         assert len(w.step()) == 2
+
+
+@pytest.mark.parametrize("raw", [0, capture.RAW_NUMEL])  # reduced at once, or kept
+@pytest.mark.parametrize("mode", [Sees, Hears])
+def test_a_mode_that_comes_when_calls_are_known_sees_no_more(
+    watch: Any, mode: Any, raw: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "RAW_NUMEL", raw)
+    model = Model(by_attribute)
+
+    def seen() -> list[str]:
+        with mode() as m:
+            out = model(batch())
+        out.backward()
+        found: list[str] = m.seen
+        return found
+
+    want = seen()
+    w = watch(model)
+    for _ in range(3):
+        w.level(FEW)
+        model(batch()).backward()
+        assert len(w.step()) == 2
+    assert any(place.kind is not None for _, place in w.attention.watched)
+    w.level(FEW)
+    assert seen() == want
+    assert len(w.step()) == 2
+
+
+@pytest.mark.parametrize("mode", [Sees, Hears])
+def test_a_mode_sees_nothing_of_what_is_chosen_of_an_output(watch: Any, mode: Any) -> None:
+    class Both(Block):
+        def forward(self, x: Tensor) -> Any:
+            out = super().forward(x)
+            return out, out.mean(1)
+
+    model = Model(by_attribute, lambda block, x: block(x)[0])
+    model.blocks = nn.ModuleList(Both(by_attribute) for _ in range(2))
+
+    def seen() -> list[str]:
+        with mode() as m:
+            out = model(batch())
+        out.backward()
+        found: list[str] = m.seen
+        return found
+
+    want = seen()
+    w = watch(model)
+    for _ in range(4):
+        assert seen() == want
+        w.step()
+    assert all(block.waits for block in w.activations.watched[:1])
 
 
 # ---------------------------------------------------------------- selective checkpointing

@@ -196,6 +196,8 @@ def test_an_actor_that_asks_the_model_moves_nothing(eager: bool, learner: str) -
         watched.detach()
     assert same(found[-1], expected)
     assert [v > 50 for v in found[-1][LAYER_ATTENTION_MAX_LOGIT]] == [False, True, False]
+    # What the actor puts out, which nothing keeps, is no reason not to wait for the learner's.
+    assert all(block.waits for block in watched.probes[1].watched)
     assert watched.probes[0].blind_spots() == watched.probes[1].blind_spots() == []
 
 
@@ -235,12 +237,20 @@ def test_replicas_that_train_in_threads_are_all_measured(eager: bool) -> None:
         watched.detach()
 
 
-def test_outputs_of_two_threads_do_not_come_into_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("steps_before", [0, 2])  # measured at once, or when the forward ends
+def test_outputs_of_two_threads_do_not_come_into_one_slot(
+    steps_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Model()
     # Too large to wait for the gate.
     batches = [batch(1).repeat(64, 1, 1), batch(2).repeat(64, 1, 1)]
-    expected = alone(model, *batches)
+    expected = alone(model, *batches, steps=steps_before + 1)
     watched = Watched(model)
+    for _ in range(steps_before):
+        for x in batches:
+            model(x).backward()
+        watched.columns()
+    assert any(block.waits for block in watched.probes[1].watched) == bool(steps_before)
     both = threading.Barrier(2)
     aminmax = torch.aminmax
 
@@ -262,6 +272,31 @@ def test_outputs_of_two_threads_do_not_come_into_one_slot(monkeypatch: pytest.Mo
         assert same(watched.columns(), expected)
     finally:
         watched.detach()
+
+
+def test_a_forward_that_fails_in_another_thread_takes_nothing_away() -> None:
+    model = Model()
+    expected = alone(model, batch(1), steps=4)
+    watched = Watched(model)
+    main = threading.get_ident()
+
+    def fails() -> None:
+        with pytest.raises(RuntimeError):
+            model(torch.randn(2, 6, WIDTH + 1))
+
+    def meet(layer: int) -> None:
+        if threading.get_ident() == main and layer == 1:
+            in_a_thread(fails).join(SOON)
+
+    try:
+        for step in range(4):
+            if step == 2:
+                model.meet(meet)
+            model(batch(1)).backward()
+            found = watched.columns()
+    finally:
+        watched.detach()
+    assert same(found, expected)
 
 
 def test_of_replicas_on_several_devices_those_of_one_count() -> None:
