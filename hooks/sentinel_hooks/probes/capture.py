@@ -1075,6 +1075,9 @@ class Capture:
     def _install(self, modules: Iterable[nn.Module]) -> None:
         if self.handed_back:
             return
+        # torch lists once in a process whose calls a __torch_function__ may decide; with ours in
+        # their places its own would be missing for good, and torch.compile would ask no CausalBias.
+        torch.overrides.get_overridable_functions()
         stands: list[tuple[Any, Any]] = [(_attention, _OURS), (_torch_softmax, _OUR_SOFTMAX)]
         if not _SWAPPABLE:
             stands.append((_softmax, softmax))

@@ -385,6 +385,16 @@ def test_scores_that_a_subclass_hands_on_to_torch_are_seen_there(watch: Any) -> 
     assert w.attention.blind_spots() == []
 
 
+def test_torch_lists_its_own_functions_as_those_that_can_be_overridden(watch: Any) -> None:
+    """Once in a process. Those that are not listed torch.compile takes as nobody's to decide."""
+    for cached in (torch.overrides.get_testing_overrides, torch.overrides.get_ignored_functions):
+        cached.cache_clear()  # type: ignore[attr-defined]
+    torch.overrides._get_overridable_functions.cache_clear()
+    watch(Model(by_attribute))
+    listed = torch.overrides.get_overridable_functions()
+    assert {*TORCHS} <= {function for functions in listed.values() for function in functions}
+
+
 def test_the_default_device_of_torch_hides_nothing(watch: Any) -> None:
     model = Model(by_attribute)
     w = watch(model)
