@@ -196,7 +196,7 @@ def watched_hooks(meter: Meter, stock: Meter | None = None) -> Iterator[None]:
     Args:
         stock: what that attention costs, if somebody wants to know.
     """
-    hooks = (places.Enter, places.Leave, activations._Out)
+    hooks = (places.Enter, places.Leave, activations._Out, activations.Edge)
     calls = [h.__call__ for h in hooks]
     attention, ours = capture._attention, F.scaled_dot_product_attention
     for hook, call in zip(hooks, calls, strict=True):

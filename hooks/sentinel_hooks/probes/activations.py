@@ -4,10 +4,15 @@
     probe.attach(); ...; probe.before_step(step); values = read(probe.pending(), [])[0]
     columns = resolve(probe, values)
 
-Two reductions a block and micro-batch, written into buffers that are there from the start; outputs
-of up to SMALL elements are reduced together at the gate instead, where Python costs more than the
-numbers. nan and inf pass through: a row that is not finite says that the block's output is not (an
-RMS may be inf for finite outputs beyond 1e19: then the largest magnitude is finite).
+Two reductions a block and micro-batch, written into buffers that are there from the start: all of
+them when the forward of the whole model ends, as each line of code that runs between two kernels is
+fetched anew. Until then an output is held weakly. One that autograd does not keep, or that somebody
+writes into, is told by the first forward and reduced at once; if that changes later, it is left out
+once. Outputs of up to SMALL elements are reduced together at the gate instead, where Python costs
+more than the numbers.
+
+nan and inf pass through: a row that is not finite says that the block's output is not (an RMS may
+be inf for finite outputs beyond 1e19: then the largest magnitude is finite).
 
 The spread says whether a block still tells its tokens apart: of up to 32 tokens, the norm of what
 differs from their mean over the norm of all. Near 0 all are alike: the representation has
@@ -23,14 +28,16 @@ Memory:  the small outputs, at most 1 MB, stay until the gate; one that somebody
          the block is told by its version, is left out once, and is reduced at once from then on.
 Purity:  does not wait for the device. Under no_grad (evaluation), and when a forward is recomputed
          in a backward pass, nothing is measured; nor inside of torch.jit.trace and torch.func.
-Threads: one training thread.
+Threads: forwards in several threads at once are all measured, each like a micro-batch; replicas on
+         several devices (DataParallel) on the device whose output came first.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +54,14 @@ from sentinel.core.types import (
 )
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes import capture, outputs
-from sentinel_hooks.probes.places import by_itself, is_exporting, is_traced_through
+from sentinel_hooks.probes.apart import apart, is_watched
+from sentinel_hooks.probes.places import (
+    by_itself,
+    is_compiling,
+    is_exporting,
+    is_moded,
+    is_traced_through,
+)
 from sentinel_hooks.probes.probe import (
     EARLIER,
     NEVER,
@@ -59,7 +73,7 @@ from sentinel_hooks.probes.probe import (
     Unseen,
     column,
 )
-from sentinel_hooks.seams.safe_point import INERT, is_tracing, is_transforming
+from sentinel_hooks.seams.safe_point import INERT, Hook, is_tracing, is_transforming
 
 SQUARES, COUNT, LARGEST, SPREAD = (
     "activation_squares",
@@ -83,10 +97,7 @@ class Block:
         "device",
         "index",
         "kept",
-        "kept",
         "kept_version",
-        "kept_version",
-        "lone",
         "lone",
         "name",
         "numel",
@@ -99,7 +110,9 @@ class Block:
         "small",
         "spread",
         "trouble",
+        "version",
         "views",
+        "waits",
         "wanted",
     )
 
@@ -120,6 +133,9 @@ class Block:
         self.path: outputs.Path | None = None  # where in its output the measured tensor stands
         self.at = -1  # the same, if it is an item of a tuple
         self.picked = ""  # the same in words, of several that it might have been
+        # Its outputs are there when the forward ends, as they were put out; None: not known yet.
+        self.waits: bool | None = None
+        self.version = 0  # how often they had been written into by then
         self.small = True  # nobody was seen to write into its outputs
         self.lone = False  # the first output since the last step, if small, may wait for the gate
         self.kept: Tensor | None = None  # ... and does
@@ -140,26 +156,34 @@ class _Out:
         self.token = token
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if is_compiling():
+            self._trace(args, kwargs, output)
+            return
+        block, x = self.block, output
+        if not isinstance(x, Tensor):
+            at = block.at  # most blocks put out a tuple, and it is always the same item
+            x = output[at] if type(output) is tuple and -1 < at < len(output) else None
+        if block.waits and type(x) is Tensor:
+            # As little Python as can be: after a kernel the caches are cold, and a line is dear.
+            here = self.probe.thread.here
+            if here.open:
+                here.waiting.append((block, weakref.ref(x)))
+                return
         if not torch.is_grad_enabled():
             return
-        x = output
         if not isinstance(x, Tensor):
-            if torch.compiler.is_compiling():
-                if is_traced_through():
-                    return
-                x = outputs.traced(output, args, kwargs)
-            else:
-                at = self.block.at  # most blocks put out a tuple, and it is always the same item
-                x = output[at] if type(output) is tuple and -1 < at < len(output) else None
-                if not isinstance(x, Tensor):
-                    x = self._chosen(args, kwargs, output)
-            if x is None:
-                return
-        if torch.compiler.is_compiling():
-            if not (is_exporting() or is_traced_through()):
-                torch.ops.torch_sentinel.activated(self.token, self.slot, x.detach())
-        elif not (is_transforming() or is_tracing() or type(x) is FakeTensor):
-            self.probe.take(self.block, x)
+            with apart(None):
+                x = self._chosen(args, kwargs, output)
+        if x is None or is_transforming() or is_tracing() or type(x) is FakeTensor:
+            return
+        self.probe.take(block, x)
+
+    def _trace(self, args: Any, kwargs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or is_exporting() or is_traced_through() or is_moded():
+            return
+        x = output if isinstance(output, Tensor) else outputs.traced(output, args, kwargs)
+        if x is not None:
+            torch.ops.torch_sentinel.activated(self.token, self.slot, x.detach())
 
     def _chosen(self, args: Any, kwargs: Any, output: Any) -> Tensor | None:
         block = self.block
@@ -188,6 +212,26 @@ class _Out:
         return INERT.__reduce__()  # type: ignore[return-value]
 
 
+class Edge(Hook):
+    """Where the forward of a root model begins, or ends."""
+
+
+class Forward:
+    """What one thread's forward has put out so far, held weakly: nothing lives longer for us."""
+
+    __slots__ = ("learning", "open", "waiting")
+
+    def __init__(self) -> None:
+        self.open = False  # it is under way, with gradients
+        self.waiting: list[tuple[Block, weakref.ref[Tensor]]] = []
+        self.learning: list[tuple[Block, weakref.ref[Tensor], int]] = []
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:  # once in each thread
+        self.here = Forward()
+
+
 by_itself(_Out)
 
 
@@ -195,7 +239,7 @@ def _run_activated(token: Tensor, slot: Tensor, x: Tensor) -> None:
     found = _BY_ADDRESS.get(slot.data_ptr())
     probe = found[0]() if found is not None else None
     if found is not None and probe is not None:
-        probe.take(found[1], x)
+        probe.take(found[1], x, compiled=True)
 
 
 capture.operator("activated", "Tensor slot, Tensor x", _run_activated)
@@ -217,6 +261,9 @@ class ActivationProbe(Quiet):
         self._modules, self._blocks = _blocks(models, table)
         self._buffers: dict[torch.device, Tensor] = {}
         self._handles: list[Any] = []
+        self._models = tuple(models)
+        self.thread = _Thread()
+        self._lock = threading.RLock()  # forwards in threads write into the same slots
         self._taken: list[tuple[int, npt.NDArray[np.intp]]] = []  # slots used, state by block
         self._small: list[tuple[list[int], int]] = []  # rows, elements of each
         self._vectors: list[Tensor] = []
@@ -238,34 +285,80 @@ class ActivationProbe(Quiet):
             self._handles.append(
                 module.register_forward_hook(_Out(self, block, token), with_kwargs=True)
             )
+        for model in self._models:
+            self._handles += [
+                model.register_forward_pre_hook(Edge(self._begin)),
+                model.register_forward_hook(Edge(self._end)),
+            ]
 
     def detach(self) -> None:
         """Everything out."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.thread = _Thread()
         for block in self._blocks:
             _BY_ADDRESS.pop(block.slot.data_ptr(), None)
             block.kept = None
 
     # -- in the forward ------------------------------------------------------------------------
 
-    def take(self, block: Block, x: Tensor, *, keep: bool = True) -> None:
+    def take(self, block: Block, x: Tensor, *, compiled: bool = False) -> None:
         """Measure one output; called in the user's forward, so nothing may come out of it."""
-        again = torch._C._current_graph_task_id() != -1
-        if (again and block.seen) or block.trouble:
+        first = torch._C._current_graph_task_id() == -1
+        if (block.seen and not first) or block.trouble:
             return
-        block.seen = block.seen or not again
-        if block.lone and keep and x.numel() <= SMALL:
-            block.lone = False
-            block.kept = x.detach()  # shares memory and version
-            block.kept_version = x._version
-            return
-        block.lone = False
+        block.seen = block.seen or first
+        learn = block.waits is None and not compiled and type(x) is Tensor
+        if is_watched(x):
+            with apart(x):
+                self._keep(block, x, learn)
+        else:
+            self._keep(block, x, learn)
+
+    def _keep(self, block: Block, x: Tensor, learn: bool = False) -> None:
+        """A small one for the gate, any other measured at once; called where nobody sees it."""
         try:
-            self._take(block, x.detach())
+            with self._lock:
+                versioned = (learn or block.lone) and not x.is_inference()
+                if learn and versioned and self.thread.here.open:
+                    self.thread.here.learning.append((block, weakref.ref(x), x._version))
+                small = block.lone and versioned and x.numel() <= SMALL
+                block.lone = False
+                if small:
+                    block.kept = x.detach()  # shares memory and version
+                    block.kept_version = x._version
+                else:
+                    self._take(block, x.detach())
         except Exception as error:  # noqa: BLE001  nothing of ours may end the user's forward
             block.trouble = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+    def _begin(self, *_: Any) -> None:
+        """A forward begins: what is put out in it may be measured when it ends."""
+        here = self.thread.here
+        here.waiting, here.learning = [], []  # of one that raised
+        here.open = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+    def _end(self, *_: Any) -> None:
+        """It ended, and what autograd has kept for its backward pass is still there."""
+        here = self.thread.here
+        here.open = False
+        waiting, here.waiting = here.waiting, []
+        learning, here.learning = here.learning, []
+        if not (waiting or learning):
+            return
+        with apart(None):  # all of them are plain tensors: seen by modes, if by anybody
+            for block, output in waiting:
+                x = output()
+                if not _as_it_was(x, block.version):
+                    block.waits = False
+                elif not block.trouble:
+                    block.seen = True
+                    self._keep(block, x)
+            for block, output, version in learning:
+                known = block.waits is None or (block.waits and block.version == version)
+                block.waits = known and _as_it_was(output(), version)
+                block.version = version
 
     def _take(self, block: Block, x: Tensor) -> None:
         if not x.is_floating_point():
@@ -274,6 +367,8 @@ class ActivationProbe(Quiet):
         if not x.numel():
             return
         if block.device != x.device or not block.views:
+            if block.count:  # a replica on a device of its own: those of one device count
+                return
             self._settle_in(block, x.device)
         self._write(block, x)
         block.numel += x.numel()
@@ -314,6 +409,9 @@ class ActivationProbe(Quiet):
 
     def before_step(self, step: int) -> None:
         """Hand over what was written since the last step."""
+        here = self.thread.here
+        if here.open or here.waiting or here.learning:
+            self._end()  # the forward has raised, or was left by another door
         self._taken, self._vectors = [], []
         self._reduce_kept()
         wanted = (step + 1) % self._every == 0
@@ -385,8 +483,8 @@ class ActivationProbe(Quiet):
         if not values:
             return {}
         L = len(self._table)
-        squares, count = np.zeros(L), np.zeros(L)
-        largest, spread = np.full(L, NOT_MEASURED), np.full(L, NOT_MEASURED)
+        squares, count = np.zeros((2, L))
+        largest, spread = np.full((2, L), NOT_MEASURED)
         few = len(self._small)
         for (rows, numel), value in zip(self._small, values[:few], strict=True):
             norm, low, high = value.reshape(3, -1)
@@ -396,14 +494,20 @@ class ActivationProbe(Quiet):
         for (used, state), value in zip(self._taken, values[few:], strict=True):
             index, row, slots, numels, has_spread = state.T
             own = value.reshape(used, -1, _FIELDS)[:, index]
-            there = (np.arange(used)[:, None] < slots)[:, :, None]
-            sums = np.where(there, np.square(own), 0.0)[:, :, _NORM].sum(0)
-            most = np.where(there, np.maximum(own, -own), NOT_MEASURED)[:, :, _LOW : _HIGH + 1]
+            if used == 1:  # the usual case: a line of numpy out of cold caches takes 5 us
+                norm, low, high = own[0, :, : _HIGH + 1].T
+                sums, most = np.square(norm), np.maximum(high, -low)
+            else:
+                there = (np.arange(used)[:, None] < slots)[:, :, None]
+                sums = np.where(there, np.square(own), 0.0)[:, :, _NORM].sum(0)
+                most = np.where(there, np.maximum(own, -own), NOT_MEASURED)
+                most = most[:, :, _LOW : _HIGH + 1].max((0, 2))
             np.add.at(squares, row, sums)
             np.add.at(count, row, numels)
-            np.maximum.at(largest, row, most.max((0, 2)))
-            told = has_spread.astype(bool)
-            np.maximum.at(spread, row[told], own[0, told, _SPREAD])
+            np.maximum.at(largest, row, most)
+            if has_spread.any():
+                told = has_spread.astype(bool)
+                np.maximum.at(spread, row[told], own[0, told, _SPREAD])
         return {SQUARES: squares, COUNT: count, LARGEST: largest, SPREAD: spread}
 
     def finish(self, parts: Parts) -> dict[str, Column]:
@@ -458,6 +562,19 @@ class ActivationProbe(Quiet):
             names = [b.name for b in self._blocks if b.picked == picked]
             said.append(f"activations of {_names(names)} are those of their output's {picked}")
         return said
+
+
+def _as_it_was(x: Tensor | None, version: int) -> TypeGuard[Tensor]:
+    """It lives, because autograd needs it, and nobody has written into it or taken its memory."""
+    try:
+        return (
+            x is not None
+            and x._version == version
+            and x.requires_grad
+            and (x.data_ptr() != 0 or x.is_meta or not x.numel())
+        )
+    except RuntimeError:  # a transform of torch.func has ended
+        return False
 
 
 def _fold(block: Block) -> None:

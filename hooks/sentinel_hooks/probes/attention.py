@@ -32,17 +32,21 @@ a log-sum-exp of exactly 0. No row that sees two keys or more comes to that by i
 of exactly 0 is nan here. Attention over a single key, which may, is computed; so is the step after
 one in which masks seem to have left nothing, as they would then too.
 
+Scores with a soft cap (Gemma 2, Grok) never pass it: the column says what they were before, see
+capping.py.
+
 Shapes:  column float32 [L]; NOT_MEASURED in rows without attention, or whose attention did not run.
          Query rows that see no key at all say nothing. nan passes through; on the CPU, rows of nan
          beside finite ones do not show.
-Units:   scaled scores before the softmax, masks and biases included.
+Units:   scaled scores before the softmax and a soft cap, masks and biases included.
 Purity:  does not wait for the device; keeps a few KB of small tensors until the gate.
-Threads: one training thread.
+Threads: any may run forwards; the gate's is the one that steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,6 +63,7 @@ from sentinel_hooks.probes.places import (
     FEW,
     FULL_AGAIN,
     SOME,
+    THREAD,
     WATCHED,
     WHERE,
     Enter,
@@ -85,6 +90,23 @@ HOOKED = 4  # times that they are put in again, because attention was called els
 NOTHING = -1e30  # finite masks are the most negative number of their dtype
 
 
+@dataclass(slots=True)
+class _Group:
+    """Places of one shape of attention: one pending vector."""
+
+    places: list[Place]
+    keys: list[int] | None  # that a row of each sees at most; None: both bounds are there
+    heads: int
+    rows: npt.NDArray[np.intp] = field(init=False)  # -1 is the one too many
+    apart: bool = field(init=False)  # no row twice
+    log_keys: Float64 = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows = [place.row for place in self.places]
+        self.rows, self.apart = np.array(rows), len(set(rows)) == len(rows)
+        self.log_keys = np.log(self.keys or 1.0)
+
+
 class AttentionProbe(Quiet):
     """Watches the attention of `models`."""
 
@@ -104,8 +126,8 @@ class AttentionProbe(Quiet):
         self._places: list[tuple[nn.Module, Place]] = []
         self._live: list[Place] = []  # of those, the ones with hooks
         self._handles: dict[int, list[Any]] = {}
-        # Places, keys (None where both bounds are there), heads: of each pending vector.
-        self._groups: list[tuple[list[Place], npt.NDArray[np.intp] | None, int]] = []
+        self._groups: list[_Group] = []
+        self._usual: _Group | None = None  # the last one that was the only one
         self._pending: list[Tensor] = []
         self._step = 0
         self._gates = 0
@@ -113,7 +135,7 @@ class AttentionProbe(Quiet):
         self._attached = False
         self._trimmed = False
         self._hooked = 0  # times
-        self._last: list[tuple[list[Place], Float64, Float64]] = []
+        self._last: list[tuple[_Group, Float64 | None, Float64]] = []  # lower bounds, upper ones
 
     # -- hooks ---------------------------------------------------------------------------------
 
@@ -178,14 +200,14 @@ class AttentionProbe(Quiet):
         """Reduce what was captured to small vectors on the device."""
         self._step = step
         self._gates += 1
-        WHERE.place = None  # an exception may have left a forward half way
+        THREAD.here.forget()
         self._groups = []
         self._pending = []
-        with torch.no_grad():
-            if not self._reduce_alike():
+        if not self._reduce_alike():
+            with torch.no_grad():
                 self._reduce()
         for place in self._live:
-            if place.seen or place.measured:
+            if place.seen or place.raw or place.top or place.low:
                 place.clear()
         lost, WHERE.lost = WHERE.lost, 0
         if self._pending:
@@ -199,21 +221,35 @@ class AttentionProbe(Quiet):
 
     def _reduce_alike(self) -> bool:
         """The usual case, one shape in all layers: asking each for its own costs more than all."""
-        if any(p.masked or p.low or len(p.raw) > 1 or len(p.top) > 1 for p in self._live):
+        places: list[Place] = []
+        kept: list[Tensor] = []
+        small = large = False
+        for place in self._live:
+            raw, top = place.raw, place.top
+            if place.masked or place.low or len(raw) + len(top) > 1:
+                return False
+            if raw:
+                small = True
+            elif top:
+                large = True
+            else:
+                continue
+            places.append(place)
+            kept += raw or top
+        if small == large:  # none, or of both kinds
             return False
-        small = [place for place in self._live if place.raw]
-        large = [place for place in self._live if place.top]
-        if bool(small) == bool(large):  # none, or of both kinds
-            return False
-        places = small or large
         try:
-            stacked = torch.stack([p.raw[0] if small else p.top[0] for p in places])
+            stacked = torch.stack(kept)
         except RuntimeError:
             return False
         if small:
             stacked = stacked.amax((1, 3))
+        keys, heads = [place.keys for place in places], stacked.size(1)
+        group = self._usual
+        if group is None or group.places != places or group.keys != keys or group.heads != heads:
+            group = self._usual = _Group(places, keys, heads)
         self._pending.append(stacked.flatten())
-        self._groups.append((places, np.array([p.keys for p in places]), stacked.size(1)))
+        self._groups.append(group)
         return True
 
     def _reduce(self) -> None:
@@ -234,36 +270,53 @@ class AttentionProbe(Quiet):
             if masked:
                 stacked = without_empty_rows(stacked)
             self._pending.append(stacked.amax((1, 3)).flatten())
-            keys = np.array([p.keys for p, _ in lses])
-            self._groups.append(([p for p, _ in lses], keys, shape[1]))
+            self._add_group([p for p, _ in lses], shape[1])
         for (shape, _), own in tops.items():
             self._pending.append(torch.stack([top for _, top in own]).flatten())
-            self._groups.append(([p for p, _ in own], np.array([p.keys for p, _ in own]), shape[0]))
+            self._add_group([p for p, _ in own], shape[0])
         for (shape, _), pairs in bounds.items():
             both = [low for _, low, _ in pairs] + [high for _, _, high in pairs]
             self._pending.append(torch.cat(both))
-            self._groups.append(([p for p, _, _ in pairs], None, shape[0]))
+            self._groups.append(_Group([p for p, _, _ in pairs], None, shape[0]))
+
+    def _add_group(self, places: list[Place], heads: int) -> None:
+        self._groups.append(_Group(places, [place.keys for place in places], heads))
 
     def pending(self) -> list[Tensor]:
         """Vectors of bounds, a few for each attention shape."""
         return self._pending
 
-    @np.errstate(invalid="ignore", over="ignore")  # nan and inf are what may come
     def parts(self, values: Sequence[Float64]) -> dict[str, Float64]:
         """Upper and lower bound of each row."""
         self._pending = []
         self._last = []
         if not values:
             return {}
-        L = len(self._table)
-        lows, highs = np.full(L + 1, NOT_MEASURED), np.full(L + 1, NOT_MEASURED)
+        bounds = np.full((2, len(self._table) + 1), NOT_MEASURED)
+        group = self._groups[0]
+        if len(values) == 1 and group.keys is not None and group.apart:
+            # The usual case, in few lines: out of cold caches one of numpy takes 5 us.
+            upper = values[0].reshape(-1, group.heads)
+            if upper.min() > 0.0 and upper.max() <= WATCHED * self._threshold:  # nor is one nan
+                bounds[1, group.rows] = most = upper.max(1)
+                bounds[0, group.rows] = most - group.log_keys
+                self._last.append((group, None, upper))
+                return {HIGH: bounds[1, :-1], LOW: bounds[0, :-1]}
+        return self._judge(values, *bounds)
+
+    @np.errstate(invalid="ignore", over="ignore")  # nan and inf are what may come
+    def _judge(
+        self, values: Sequence[Float64], lows: Float64, highs: Float64
+    ) -> dict[str, Float64]:
+        """Any numbers: what they say, and how closely the layers are looked at from now on."""
         extremes: dict[int, tuple[Place, float, float]] = {}
-        for (places, keys, heads), value in zip(self._groups, values, strict=True):
+        for group, value in zip(self._groups, values, strict=True):
+            places, keys = group.places, group.keys
             if keys is not None:
-                upper = value.reshape(-1, heads)
-                lower = upper - np.log(keys)[:, None]
+                upper = value.reshape(-1, group.heads)
+                lower = upper - group.log_keys[:, None]
             else:
-                lower, upper = value.reshape(2, -1, heads)
+                lower, upper = value.reshape(2, -1, group.heads)
             if np.count_nonzero(upper) < upper.size:  # a fifth of what all() takes
                 if keys is None:
                     lower, upper = _less_shifted(places, lower, upper)
@@ -276,10 +329,9 @@ class AttentionProbe(Quiet):
             if most.min() <= NOTHING:  # every score was masked
                 least = np.where(least <= NOTHING, NOT_MEASURED, least)
                 most = np.where(most <= NOTHING, NOT_MEASURED, most)
-            rows = np.array([p.row for p in places])  # -1 is the one too many
-            np.maximum.at(lows, rows, least)
-            np.maximum.at(highs, rows, most)
-            self._last.append((places, lower, upper))
+            np.maximum.at(lows, group.rows, least)
+            np.maximum.at(highs, group.rows, most)
+            self._last.append((group, lower, upper))
             near = ~(most <= WATCHED * self._threshold) | (most == NOT_MEASURED)
             if keys is not None and not near.any():
                 continue  # nothing changes for them
@@ -296,8 +348,10 @@ class AttentionProbe(Quiet):
     def heads(self) -> dict[str, Column]:
         """The last step's numbers by layer and head, as the column has them by layer."""
         found: dict[str, tuple[Float64, Float64]] = {}
-        for places, lower, upper in self._last:
-            for place, low_H, high_H in zip(places, lower, upper, strict=True):
+        for group, lower, upper in self._last:
+            if lower is None:
+                lower = upper - group.log_keys[:, None]
+            for place, low_H, high_H in zip(group.places, lower, upper, strict=True):
                 if place.row < 0:
                     continue
                 name = self._table.layers[place.row].name
@@ -319,7 +373,8 @@ class AttentionProbe(Quiet):
 
     def _known_side(self, low: Float64, high: Float64) -> Float64:
         # Below the threshold the most that it can be, above it the least; a nan is in both.
-        return np.where(high > self._threshold, np.fmax(low, self._mark), high)
+        above = high > self._threshold
+        return np.where(above, np.fmax(low, self._mark), high) if above.any() else high
 
     def _next_level(self, place: Place, low: float, high: float) -> None:
         step = self._step
@@ -386,6 +441,8 @@ class AttentionProbe(Quiet):
             own = [p for m, p in self._places if p.trouble and _holds(module, m)]
             blind.setdefault(_reason(own[0] if own else place), []).append(place.name)
         for _, place in self._places:
+            if place.cap is not None and place.cap != place.cap:
+                blind.setdefault(_CAPPED, []).append(place.name)
             if (place.trouble and place.measurements) or place.shifted:
                 blind.setdefault(_reason(place), []).append(place.name)
             elif place.passed and not place.measurements:
@@ -405,21 +462,28 @@ class AttentionProbe(Quiet):
         return spots
 
     def notes(self) -> list[str]:
-        """Where the column could not say on which side of the threshold a layer was."""
-        places = [place for _, place in self._places if place.unknown]
-        if not places:
-            return []
-        steps = sum(place.unknown for place in places)
-        names = _names([place.name for place in places])
-        return [
-            (
-                f"attention logits of {names} lay between bounds on either side of "
-                f"{self._threshold:g} in {steps} steps, before they were computed exactly; the "
-                f"column says {self._threshold:g} there"
-            )
-        ]
+        """Soft caps, and where the column could not say on which side of the threshold it was."""
+        said = []
+        capped = [p for _, p in self._places if p.cap and p.cap == p.cap and p.measurements]
+        for cap in dict.fromkeys(p.cap for p in capped):
+            names = _names([p.name for p in capped if p.cap == cap])
+            said.append(f"attention logits of {names} are those before its soft cap of {cap:g}")
+        why = "before they were computed exactly", "since its soft cap leaves too little of them"
+        for closed in (False, True):
+            places = [p for _, p in self._places if p.unknown and (p in capped) is closed]
+            if places:
+                said.append(
+                    f"attention logits of {_names([p.name for p in places])} lay between bounds on "
+                    f"either side of {self._threshold:g} in {sum(p.unknown for p in places)} "
+                    f"steps, {why[closed]}; the column says {self._threshold:g} there"
+                )
+        return said
 
 
+_CAPPED = (
+    "a tanh bounds its scores, and by how much cannot be read: the column has them after it",
+    "give the module, or its config, the bound as an attribute attn_logit_softcapping",
+)
 _PASSED = (
     "it takes softmaxes that look like attention, but no name says so, nor of what is around it",
     "call F.scaled_dot_product_attention, or name the module (or its class) attn or attention",
@@ -446,6 +510,11 @@ def _reason(place: Place) -> tuple[str, str]:
         return (
             "all rows of its scores have a maximum of 0: subtracted before, or no queries or keys",
             "hand the scores themselves to F.softmax, which subtracts the maximum by itself",
+        )
+    if CAPTURE.handed_back:
+        return (
+            "a __torch_function__ that torch.compile reads asks for torch's own functions",
+            "the other signals of the layer are not touched by this",
         )
     if not place.entered:
         return NEVER, EARLIER

@@ -1,7 +1,7 @@
 """Places: modules whose forward may compute attention, and the row of the table each belongs to.
 
     places = find(models, table)             one Place for each module that may be running
-    WHERE.place                              the innermost one whose forward runs now, or None
+    THREAD.here.place                        the innermost one whose forward runs now, or None
 
 A call of F.scaled_dot_product_attention knows nothing of layers; hooks on the modules around it
 do. The innermost module that is not one of torch's own leaves names the call. In compiled code the
@@ -14,20 +14,26 @@ An attention is told by its name or its class's. What lies in one counts as atte
 A place's row is the module itself if the table has it, else its query projection, else the first
 layer in it, else the row of the module around it.
 
-Threads: one training thread.
+Threads: each has its own forward. An actor that asks the model, or evaluation beside the training,
+         does not move the place of the thread that trains; which one that is need not be known.
+         Replicas in threads and autograd's own, which recompute on CUDA, find their way like this
+         too. A process-wide place would give one thread's attention to another's layer.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._device import DeviceContext
 
 from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.probes import capping
 from sentinel_hooks.seams.safe_point import INERT
 
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
@@ -49,6 +55,7 @@ class Place:
 
     __slots__ = (
         "attention",
+        "cap",
         "counts",
         "entered",
         "floor",
@@ -62,17 +69,15 @@ class Place:
         "math",
         "measurements",
         "name",
-        "outer",
+        "named_cap",
         "passed",
         "patience",
         "raw",
         "row",
         "seen",
-        "shape",
         "shifted",
         "since",
         "slot",
-        "small",
         "token",
         "top",
         "trouble",
@@ -87,7 +92,6 @@ class Place:
         self.counts = attention  # its softmax is attention: by its name, or that of one around it
         self.heads = heads
         self.slot = slot  # its address names the place in compiled code
-        self.outer: Place | None = None
         self.entered = False  # its forward has run
         self.measurements = 0
         self.level = SOME
@@ -97,6 +101,8 @@ class Place:
         self.patience = REMEMBERED
         self.unknown = 0  # steps in which it was not known
         self.shifted = False  # the last scores had rows of which the maximum was subtracted
+        self.named_cap = 0.0  # the soft cap of its scores, by its module's attributes
+        self.cap: float | None = None  # by what it computed: 0.0 none, nan not known, None not yet
         self.passed = 0  # softmaxes that looked like attention, and were not taken for it
         self.math = False  # the last call took a path without a log-sum-exp
         self.seen = False  # captured in a forward since the last step: a recomputation adds nothing
@@ -107,16 +113,8 @@ class Place:
         self.keys = 1
         self.masked = False
         self.trouble = ""
-        # Of the last call that was plain: the type of its autograd node, the shape of its
-        # log-sum-exp, and whether that is kept as it is. The next one is told by them at once.
-        self.kind: Any = None  # a type
-        self.shape: torch.Size | None = None
-        self.small = False
-
-    @property
-    def measured(self) -> bool:
-        """Something was captured since the last step."""
-        return bool(self.raw or self.top or self.low)
+        # The type of the last plain call's autograd node: the next one is told by it at once.
+        self.kind: Any = None
 
     def clear(self) -> None:
         """Start a new step."""
@@ -129,32 +127,54 @@ class Place:
         self.seen = False
 
 
-class Where:
-    """The place whose forward is running. Process-wide: so are the functions that ask."""
+class Here:
+    """Where one thread's forward is."""
 
-    __slots__ = ("by_address", "compiled", "lost", "place")
+    __slots__ = ("outer", "place")
 
     def __init__(self) -> None:
         self.place: Place | None = None
-        self.by_address: dict[int, Place] = {}
-        self.compiled = False  # a compiled module has told us where it is
-        self.lost = 0  # calls outside of every place
+        # By place, so that what exceptions leave behind is no more than there are places: a
+        # checkpoint that stops early raises out of each forward that it recomputes.
+        self.outer: dict[Place, Place | None] = {}
 
     def enter(self, place: Place) -> None:
         """The forward of `place` begins."""
         place.entered = True
-        place.outer = self.place
+        self.outer[place] = self.place
         self.place = place
 
     def leave(self, place: Place) -> None:
         """It ended; whatever was inside and raised is over too."""
-        self.place = place.outer
-        place.outer = None
+        self.place = self.outer.pop(place, None)
+
+    def forget(self) -> None:
+        """No forward runs: an exception may have left one half way."""
+        self.place = None
+        self.outer.clear()
 
 
+class _Thread(threading.local):
+    def __init__(self) -> None:  # once in each thread
+        self.here = Here()
+
+
+class Where:
+    """What concerns the forwards of all threads. Process-wide: so are the functions that ask."""
+
+    __slots__ = ("by_address", "compiled", "lost")
+
+    def __init__(self) -> None:
+        self.by_address: dict[int, Place] = {}
+        self.compiled = False  # a compiled module has told us where it is
+        self.lost = 0  # calls outside of every place
+
+
+THREAD = _Thread()
 WHERE = Where()
 
 
+is_compiling = torch.compiler.is_compiling
 # torch.export: nothing of ours belongs into what is exported. Known since torch 2.7.
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)
 
@@ -165,7 +185,18 @@ def is_traced_through() -> bool:
     Dynamo reads it, answers this with False and puts what it finds into its graph. Decompositions,
     functions that are allowed in a graph, AOTAutograd and torch.export run it.
     """
-    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+    return is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
+def is_moded() -> bool:
+    """A TorchFunctionMode is in force, other than torch's default device; dynamo can read this.
+
+    It is the user's, and would be told of our operators.
+    """
+    for i in range(torch._C._len_torch_function_stack()):
+        if type(torch._C._get_function_stack_at(i)) is not DeviceContext:
+            return True
+    return False
 
 
 class _Hook:
@@ -209,26 +240,22 @@ class Enter(_Hook):
     """Forward pre-hook."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if is_exporting():
-            return
-        if torch.compiler.is_compiling():
-            if not is_traced_through():
+        if is_compiling():
+            if not (is_exporting() or is_traced_through() or is_moded()):
                 torch.ops.torch_sentinel.enter(self.token, self.slot)
         else:
-            WHERE.enter(self.place)
+            THREAD.here.enter(self.place)
 
 
 class Leave(_Hook):
     """Forward hook."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if is_exporting():
-            return
-        if torch.compiler.is_compiling():
-            if not is_traced_through():
+        if is_compiling():
+            if not (is_exporting() or is_traced_through() or is_moded()):
                 torch.ops.torch_sentinel.leave(self.token, self.slot)
         else:
-            WHERE.leave(self.place)
+            THREAD.here.leave(self.place)
 
 
 by_itself(Enter)
@@ -281,6 +308,7 @@ def find(
     ):
         place = Place(name or type(module).__name__, row, attention, heads, slot)
         place.counts = counts
+        place.named_cap = capping.by_name(module)
         places.append((module, place))
     return places
 

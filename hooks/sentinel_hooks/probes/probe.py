@@ -174,7 +174,7 @@ def merge(left: Parts, right: Parts, combine: Mapping[str, Combine]) -> dict[str
 
 def column(values: Float64) -> Column | None:
     """float32, or None when no row was measured."""
-    if not values.size or bool(np.all(values == NOT_MEASURED)):
+    if not values.size or values.max() == NOT_MEASURED:  # nan, if one is
         return None
     with np.errstate(over="ignore"):  # beyond float32 it is inf, which is what it says
         return values.astype(np.float32)

@@ -56,14 +56,79 @@ class Patch:
         self._name = name
         self._replacement = replacement
         self._original = vars(owner).get(name, _MISSING)
+        self._lifted = False
         setattr(owner, name, replacement)
 
     def remove(self) -> bool:
         """Put the original back; False if somebody else's wrapper stands in the way."""
+        if self._lifted and vars(self._owner).get(self._name) is self._original:
+            self._lifted = False
+            return True
         if vars(self._owner).get(self._name, _MISSING) is not self._replacement:
             return False
         if self._original is _MISSING:
             delattr(self._owner, self._name)
         else:
             setattr(self._owner, self._name, self._original)
+        return True
+
+    def lift(self) -> None:
+        """Put the original there for a while, if ours is."""
+        if vars(self._owner).get(self._name) is self._replacement:
+            setattr(self._owner, self._name, self._original)
+            self._lifted = True
+
+    def lay(self) -> None:
+        """Put ours back where it was lifted."""
+        if self._lifted and vars(self._owner).get(self._name) is self._original:
+            setattr(self._owner, self._name, self._replacement)
+        self._lifted = False
+
+
+class Swap:
+    """A function of Python that runs other code and stays the object that it is.
+
+    Those who hold it, compare it or pickle it by name notice nothing, and torch.jit, which reads
+    its source, finds that of the original. torch.compile is made to read it, as a function of the
+    user's, where it would call torch's as it is.
+
+    Args:
+        shim: takes the same arguments and hands them to `_torch_sentinel_NAME`, which is
+            `replacement`. It runs with the globals of `function`.
+    """
+
+    def __init__(self, function: Any, shim: Any, replacement: Callable[..., Any]) -> None:
+        self._function = function
+        self._globals = function.__globals__
+        self._global = f"_torch_sentinel_{function.__name__}"
+        self._original = code = function.__code__
+        self._globals[self._global] = replacement
+        self._code = shim.__code__.replace(
+            co_name=code.co_name,
+            co_qualname=code.co_qualname,
+            co_filename=code.co_filename,
+            co_firstlineno=code.co_firstlineno,
+        )
+        function.__code__ = self._code
+        self._rules: dict[Any, Any] = {}
+        try:
+            from torch._dynamo.trace_rules import get_torch_obj_rule_map
+            from torch._dynamo.variables import UserFunctionVariable
+
+            rules: Any = get_torch_obj_rule_map()
+            self._rule = rules.get(function)
+            if self._rule is not None:
+                rules[function] = UserFunctionVariable
+                self._rules = rules
+        except ImportError:  # a torch that keeps them elsewhere: compiled code is not watched
+            pass
+
+    def remove(self) -> bool:
+        """Give it its own code again; False if somebody else's is there."""
+        if self._function.__code__ is not self._code:
+            return False
+        self._function.__code__ = self._original
+        self._globals.pop(self._global, None)
+        if self._rules:
+            self._rules[self._function] = self._rule
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from sentinel.core.types import (
     LAYER_BLOCK,
 )
 from sentinel_hooks.layers import LayerTable
+from sentinel_hooks.probes import activations
 from sentinel_hooks.probes.activations import MOST, ActivationProbe
 from sentinel_hooks.probes.probe import merge, resolve
 from sentinel_hooks.probes.read import read
@@ -70,6 +72,14 @@ def attached() -> Iterator[Any]:
         probe.detach()
 
 
+@pytest.fixture(params=["small", "large"])
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Outputs that are reduced together at the gate, or each by itself."""
+    if request.param == "large":
+        monkeypatch.setattr(activations, "SMALL", 0)
+    return str(request.param)
+
+
 def measured(probe: ActivationProbe, step: int = 0) -> dict[str, Any]:
     probe.before_step(step)
     return resolve(probe, read(probe.pending(), [])[0])
@@ -79,7 +89,7 @@ def measured(probe: ActivationProbe, step: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize("batches", [1, 3, 4, 11])
 @pytest.mark.parametrize("every", [1, 2, 1000])
 def test_rms_and_largest_are_those_of_all_micro_batches(
-    dtype: torch.dtype, batches: int, every: int, attached: Any
+    dtype: torch.dtype, batches: int, every: int, attached: Any, size: str
 ) -> None:
     torch.manual_seed(0)
     model = Model().to(dtype)
@@ -152,7 +162,9 @@ def test_the_spread_tells_tokens_that_are_all_alike(attached: Any) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation_and_evaluation_do_not_count(reentrant: bool, attached: Any) -> None:
+def test_recomputation_and_evaluation_do_not_count(
+    reentrant: bool, attached: Any, size: str
+) -> None:
     model = Model()
     probe, _ = attached(model)
     x = torch.randn(2, 5, 8, requires_grad=True)
@@ -182,6 +194,165 @@ def test_an_output_that_is_written_into_afterwards_is_not_measured_late(attached
     assert sizes == [2, 1, 2, 2]  # the very first is measured at once, for its spread
 
 
+class Stage(nn.Module):
+    """A block whose output `keep` decides about; `after` is done with it in the next one."""
+
+    def __init__(self, keep: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.keep = keep
+        self.truth = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.keep(self.a(x))
+        self.truth = float(out.detach().double().square().mean().sqrt())
+        return out
+
+
+class Stages(nn.Module):
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Stage(lambda x: x * 1.0) for _ in range(2))
+        self.between = between
+        self.stop = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.between(self.layers[0](x))
+        if self.stop:
+            raise ValueError("the user's own")
+        return self.layers[1](x).square().mean()
+
+    @property
+    def truth(self) -> list[float]:
+        return [layer.truth for layer in self.layers]
+
+
+def saved(x: Tensor) -> Tensor:
+    return x * x
+
+
+def not_saved(x: Tensor) -> Tensor:
+    return x + 1.0
+
+
+def written(x: Tensor) -> Tensor:
+    return x.add_(100.0)
+
+
+def emptied(x: Tensor) -> Tensor:
+    y = x * x
+    x.untyped_storage().resize_(0)  # to be filled again before the backward pass
+    return y.detach() + 0.0 * x.new_zeros(()).requires_grad_()
+
+
+def rms(columns: Any) -> list[float]:
+    own = columns[LAYER_ACTIVATION_RMS]
+    return [float(v) for v in own[~np.isneginf(own)]]
+
+
+@pytest.mark.parametrize(
+    ("between", "waits"),
+    [(saved, True), (not_saved, False), (written, False), (emptied, False)],
+)
+def test_an_output_is_measured_as_it_was_put_out_whatever_becomes_of_it(
+    between: Callable[[Tensor], Tensor],
+    waits: bool,
+    attached: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(activations, "SMALL", 0)
+    torch.manual_seed(0)
+    model = Stages(between)
+    probe, _ = attached(model, every=3)
+    for step in range(7):
+        x = torch.randn(2, 5, 8)
+        model(x).backward()
+        assert rms(measured(probe, step)) == pytest.approx(model.truth, rel=1e-5)
+    assert [block.waits for block in probe.watched] == [waits, True]
+    assert probe.blind_spots() == []
+
+
+@pytest.mark.parametrize("after", [not_saved, written])
+def test_an_output_that_no_longer_outlives_its_block_is_left_out_once(
+    after: Callable[[Tensor], Tensor], attached: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activations, "SMALL", 0)
+    torch.manual_seed(0)
+    model = Stages(saved)
+    probe, _ = attached(model, every=1000)
+    seen = []
+    for step in range(6):
+        if step == 3:
+            model.between = after
+        model(torch.randn(2, 5, 8)).backward()
+        found = rms(measured(probe, step))
+        assert found == pytest.approx(model.truth[-len(found) :], rel=1e-5)
+        seen.append(len(found))
+    assert seen == [2, 2, 2, 1, 2, 2]
+
+
+def test_nothing_lives_longer_for_being_measured(
+    attached: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activations, "SMALL", 0)
+    model = Stages(saved)
+    probe, _ = attached(model, every=1000)
+    alive: list[weakref.ref[Tensor]] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda m, a, out: alive.append(weakref.ref(out)))
+    for step in range(3):
+        model(torch.randn(2, 5, 8)).backward()
+        assert all(block.waits for block in probe.watched)
+        assert not any(ref() is not None for ref in alive)
+        measured(probe, step)
+    model.stop = True
+    for _ in range(3):
+        with pytest.raises(ValueError, match="own"):
+            model(torch.randn(2, 5, 8))
+    assert not any(ref() is not None for ref in alive)
+    assert len(probe.thread.here.waiting) == 1
+
+
+def test_an_output_that_has_no_version_is_measured(attached: Any, size: str) -> None:
+    class Fixed(Stages):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 0.0 * self.layers[1].a.weight.sum()
+
+    with torch.inference_mode():
+        known = torch.randn(2, 5, 8)
+    torch.manual_seed(0)
+    model = Fixed(saved)
+    model.layers[0].keep = lambda x: known
+    model.between = lambda x: x.clone()
+    probe, _ = attached(model, every=3)
+    for step in range(4):
+        model(torch.randn(2, 5, 8)).backward()
+        assert rms(measured(probe, step)) == pytest.approx(model.truth, rel=1e-5)
+    assert probe.blind_spots() == []
+
+
+def test_a_pass_without_gradients_inside_a_training_forward_does_not_count(
+    attached: Any, size: str
+) -> None:
+    """As of a teacher that shares its blocks with the student."""
+
+    class Twice(Stages):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                first = self.layers[0](x * 100.0)
+                target = self.layers[1](saved(first))
+            loss: Tensor = super().forward(x)
+            self.held = first, target  # alive when the forward ends
+            return loss
+
+    torch.manual_seed(0)
+    model = Twice(saved)
+    probe, _ = attached(model, every=3)
+    for step in range(7):
+        model(torch.randn(2, 5, 8)).backward()
+        assert rms(measured(probe, step)) == pytest.approx(model.truth, rel=1e-5)
+
+
 def test_ranks_combine_as_micro_batches_do(attached: Any) -> None:
     torch.manual_seed(0)
     model = Model()
@@ -202,12 +373,13 @@ def test_ranks_combine_as_micro_batches_do(attached: Any) -> None:
         assert apart[name] == pytest.approx(together[name], rel=1e-6)
 
 
-def test_the_hot_path_reads_nothing_from_the_device(attached: Any) -> None:
+def test_the_hot_path_reads_nothing_from_the_device(attached: Any, size: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = Model().to("meta", dtype)
         probe, _ = attached(model)
         for _ in range(6):
             model(torch.empty(2, 5, 8, device="meta", dtype=dtype)).backward()
+        assert all(block.waits for block in probe.watched[:2])
         probe.before_step(0)
         assert [v.device.type for v in probe.pending()] == ["meta"]
         assert probe.blind_spots() == []

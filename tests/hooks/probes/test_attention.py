@@ -21,10 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention as early
 from torch.utils.checkpoint import checkpoint
 
 from sentinel.core.detectors import attention_logit
-from sentinel.core.types import LAYER_ATTENTION_MAX_LOGIT
+from sentinel.core.types import LAYER_ATTENTION_MAX_LOGIT, NOT_MEASURED
 from sentinel_hooks.layers import LayerTable
 from sentinel_hooks.probes import capture, exact
-from sentinel_hooks.probes.attention import AttentionProbe
+from sentinel_hooks.probes.attention import HIGH, LOW, AttentionProbe
 from sentinel_hooks.probes.places import ALL, FEW, SOME, WHERE, Place
 from sentinel_hooks.probes.probe import resolve
 from sentinel_hooks.probes.read import read
@@ -317,11 +317,43 @@ def test_large_log_sum_exps_are_reduced_at_once_and_say_the_same(
             assert heads.shape == (HEADS,)
             assert np.array_equal(heads.max(), np.float32(steps[-1]["blocks.1.attn.qkv"]))
         found.append(steps)
-        assert not any(place.measured for place in places)
+        assert not any(place.raw or place.top or place.low for place in places)
         w.probe.detach()
     assert repr(found[0]) == repr(found[1])
     assert found[0][2] == found[0][3] != found[0][1]
     assert found[0][4] == found[0][1]
+
+
+def test_a_call_over_a_single_key_after_others_is_computed(watch: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(by_attribute)
+    w = watch(model)
+    for _ in range(3):
+        model(batch()).backward()
+        w.column()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(math.nan)
+    model(batch()[:, :1]).backward()
+    assert all(math.isnan(v) for v in w.layers().values())  # the kernel's log-sum-exp is 0
+
+
+def test_a_calm_step_says_what_is_said_when_every_layer_is_looked_at(watch: Any) -> None:
+    torch.manual_seed(0)
+    model = Model(by_attribute)
+    w = watch(model)
+    for rows in (2, 2, 3, 1, 3):  # as many as heads, and not
+        model(torch.randn(rows, LENGTH, WIDTH)).backward()
+        w.probe.before_step(w.t)
+        values = read(w.probe.pending(), [])[0]
+        said, by_head = w.probe.parts(values), w.probe.heads
+        w.probe._last = []
+        bounds = np.full((2, len(w.table) + 1), NOT_MEASURED)
+        looked = w.probe._judge(values, *bounds)
+        assert all(np.array_equal(said[name], looked[name]) for name in (HIGH, LOW))
+        assert repr(by_head) == repr(w.probe.heads)
+        w.t += 1
+    assert all(place.level == FEW for _, place in w.probe.watched)
 
 
 def test_a_nan_is_a_measurement(watch: Any) -> None:
