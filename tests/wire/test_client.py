@@ -443,7 +443,7 @@ def test_nobody_there_is_a_miss_at_once() -> None:
     ],
 )
 def test_an_address_that_is_none_is_refused_with_the_forms_that_are(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"http://host:port or unix:///path.*got"):
+    with pytest.raises(ConfigError, match=r"http://host:port\[/path\] or unix:///path.*got"):
         Client(url)
 
 
