@@ -166,9 +166,9 @@ ALERTS: tuple[Alert, ...] = (
         hold="0s",
         severity="warning",
         summary="Run {{ .Labels.run }} makes no step any more",
-        description="It is not known to have ended, but no optimizer step has come for half an hour "
-        "and for 50 of its usual intervals: it hangs, or evaluates for very long. A run without a "
-        "sidecar, seen by its .prom file alone, may also be dead.",
+        description="It is not known to have ended, but no optimizer step has come for half an "
+        "hour and for 50 of its usual intervals: it hangs, or evaluates for very long. A run without "
+        "a sidecar, seen by its .prom file alone, may also be dead.",
         metrics=("last_report_timestamp_seconds", "report_interval_seconds", "run_state", "step"),
     ),
     Alert(
