@@ -167,8 +167,8 @@ ALERTS: tuple[Alert, ...] = (
         severity="warning",
         summary="Run {{ .Labels.run }} makes no step any more",
         description="It is not known to have ended, but no optimizer step has come for half an "
-        "hour and for 50 of its usual intervals: it hangs, or evaluates for very long. A run without "
-        "a sidecar, seen by its .prom file alone, may also be dead.",
+        "hour and for 50 of its usual intervals: it hangs, or evaluates for very long. A run "
+        "without a sidecar, seen by its .prom file alone, may also be dead.",
         metrics=("last_report_timestamp_seconds", "report_interval_seconds", "run_state", "step"),
     ),
     Alert(
