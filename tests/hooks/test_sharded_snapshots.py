@@ -560,10 +560,11 @@ def test_what_is_said_of_a_save_on_its_way_is_marked_when_it_arrives(pair: Pair)
     assert inspect_snapshot(pair.path(50, 0)).health is Health.HEALTHY
     # And afterwards by rank 0 alone.
     pair.ranks[1].disk.find([50])
-    for rank in reversed(pair.ranks):
-        rank.disk.follow(Ledger(attempt=1, last_target=0, snapshots=()))
+    forgotten = Ledger(attempt=1, last_target=0, snapshots=())
+    pair.ranks[1].disk.follow(forgotten)
     pair.ranks[1].disk.close()
     assert inspect_snapshot(pair.path(50, 0)).health is Health.HEALTHY
+    pair.ranks[0].disk.follow(forgotten)
     pair.ranks[0].disk.close()
     assert inspect_snapshot(pair.path(50, 0)).health is Health.UNHEALTHY
 
